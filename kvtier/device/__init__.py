@@ -1,0 +1,1 @@
+"""Streams, events and copies of one device. Needs torch."""

@@ -1,0 +1,1 @@
+"""The sidecar: one loop that owns the host cache. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Shared memory that outlives a process: chunks, tables, descriptor hand-over, liveness, preflight."""

@@ -1,0 +1,1 @@
+"""What travels: messages, their codec, and the plans between planner and movers."""
