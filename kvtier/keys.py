@@ -45,9 +45,9 @@ class Namespace:
     def root(self) -> bytes:
         """k(0): the parent key of every first page, 32 bytes."""
         digest = hashlib.sha256(MAGIC)
-        fields = (self.model, self.revision, self.format, self.layout, self.adapter, self.salt)
-        for tag, field in enumerate(fields, start=1):
-            value = field.encode() if isinstance(field, str) else bytes(field)
+        model, revision, form = self.model.encode(), self.revision.encode(), self.format.encode()
+        fields = (model, revision, form, self.layout, self.adapter.encode(), self.salt)
+        for tag, value in enumerate(fields, start=1):
             if value:
                 digest.update(struct.pack("<BI", tag, len(value)) + value)
         return digest.digest()
@@ -78,7 +78,9 @@ class PageChain:
         self._hashed = False
 
     @classmethod
-    def of_hashes(cls, namespace: Namespace, page_tokens: int, hashes: bytes, hash_bytes: int = 32) -> PageChain:
+    def of_hashes(
+        cls, namespace: Namespace, page_tokens: int, hashes: bytes, hash_bytes: int = 32
+    ) -> PageChain:
         """A chain from an engine's own chained block hashes; cannot be extended by tokens.
 
         `hashes`: for each whole page the hash of its *last* block, `hash_bytes` each, joined. An engine's
@@ -109,12 +111,14 @@ class PageChain:
     def extend(self, tokens: Any, media: Iterable[Media] = ()) -> None:
         """Append `tokens`: a contiguous int32 buffer (numpy, `array('i')`; not copied) or any ints.
 
-        `media`: items whose first token is among them or still to come, by absolute position, in order. Other integer
-        types and lists are converted. UsageError, and nothing changed, when a token does not fit int32,
-        or an item lies in a page that is already hashed.
+        Other integer types and lists are converted. `media`: items whose first token is among these or
+        still to come, by absolute position, in order. UsageError, and nothing changed, when a token does
+        not fit int32 or an item lies in a page that is already hashed.
         """
         if self._hashed:
-            raise UsageError("this chain was made by of_hashes: make a new one from the longer list of hashes")
+            raise UsageError(
+                "this chain was made by of_hashes: make a new one from the longer list of hashes"
+            )
         data = _int32_bytes(tokens)
         items = self._checked_media(media)
         self.tokens += len(data) // 4
@@ -141,8 +145,8 @@ class PageChain:
                 raise UsageError(f"media at {position}: digest of {len(digest)} bytes, expected 32")
             if position < floor:
                 raise UsageError(
-                    f"media at position {position}: expected {floor} or later; items come in order, and pages "
-                    "before that have their keys already"
+                    f"media at position {position}: expected {floor} or later; items come in order, and "
+                    "pages before that have their keys already"
                 )
             floor = position
         return items
