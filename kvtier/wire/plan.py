@@ -1,0 +1,326 @@
+"""Plans down, progress up: the two arrays between a planner and its movers.
+
+A plan is one int32 array, so that any carrier an engine has can take it (a message of its own, a
+broadcast, a queue). Progress is one int64 array that may lie in shared memory: tasks of a lane finish
+in order, so one number for each lane covers any number of tasks, beside a short ring of those that
+failed. Imports numpy and the ground floor only.
+
+Always true: decoding never reads past the words that the header announces, whatever they hold; words
+after them are padding. A reader that sees a task's sequence number done also sees its failure.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ProtocolError, UsageError
+
+Int32s = npt.NDArray[np.int32]
+UInt32s = npt.NDArray[np.uint32]
+
+MAGIC = 0x6B765031  # "kvP1": the format of a plan, with its version
+HEADER_WORDS = 4
+"""magic, words in all, commands, tag of the pool."""
+MAX_WORDS = 1 << 24
+"""A plan of more words (64 MiB) is a mistake, not a plan."""
+
+
+class Kind(enum.IntEnum):
+    """Which way a copy goes."""
+
+    LOAD = 1
+    """Frames of the pool to units of the device."""
+    OFFLOAD = 2
+    """Units of the device to frames of the pool."""
+
+
+class Lane(enum.IntEnum):
+    """The queues of a mover; each is first in, first out, and none waits for another."""
+
+    SHORT_LOADS = 0
+    LONG_LOADS = 1
+    OFFLOADS = 2
+
+
+LANES = len(Lane)
+SHORT_LOAD_BYTES = 32 << 20
+"""A load of more bytes than this goes into the lane of long ones."""
+
+
+class Reason(enum.IntEnum):
+    """Why a copy came to nothing. The numbers travel in `Progress`."""
+
+    CANCELLED = 1
+    """Taken back before it had begun."""
+    AWAY = 2
+    """The sidecar was gone, so nothing new was begun (R24)."""
+    OTHER_POOL = 3
+    """The plan is for a pool that this mover has not attached to."""
+    NOT_MAPPED = 4
+    """A frame lies beyond what this mover has mapped (R28)."""
+    CHANGED = 5
+    """A frame was given to somebody else while it was read (R31); a protocol violation."""
+    BAD = 6
+    """The command does not fit the buffers: a unit out of range, too many frames or too few."""
+    BROKEN = 7
+    """The device failed: the copy itself, or the work that it had to wait for."""
+    CLOSED = 8
+    """The mover was closed before the copy began."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One task for a mover: `units` between the device and the pages in `frames`, in token order.
+
+    `task` names it (1 .. 2**63 - 1), `seq` rises by any step within its lane. `frames`: one for each page
+    that is touched. `gens`: what `begin_load` said of these frames (R31); empty for an offload. `first`:
+    tokens into the first page at which the copy begins. `units`: the engine's unit numbers, one for each
+    *finest* unit of the layout; the copy may end inside its last page.
+    """
+
+    task: int
+    kind: Kind
+    lane: Lane
+    seq: int
+    frames: Int32s
+    units: Int32s
+    first: int = 0
+    gens: UInt32s = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Copy):
+            return NotImplemented
+        mine = (self.task, self.kind, self.lane, self.seq, self.first)
+        return mine == (other.task, other.kind, other.lane, other.seq, other.first) and all(
+            np.array_equal(left, right)
+            for left, right in (
+                (self.frames, other.frames),
+                (self.gens, other.gens),
+                (self.units, other.units),
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Take `task` back if it has not begun; else it runs on. Either way it finishes in its lane's order."""
+
+    task: int
+
+
+Command = Copy | Cancel
+
+
+class Plan(NamedTuple):
+    """A decoded plan: for which pool, and what to do, in order."""
+
+    pool: int
+    commands: list[Command]
+
+
+_COPY, _CANCEL = 1, 2
+_COPY_WORDS, _CANCEL_WORDS = 12, 4
+_INT31, _INT63 = 1 << 31, 1 << 63
+
+
+def lane_of(kind: Kind, nbytes: int) -> Lane:
+    """The lane for a copy of `nbytes`: offloads have their own, loads are short or long."""
+    if kind == Kind.OFFLOAD:
+        return Lane.OFFLOADS
+    return Lane.SHORT_LOADS if nbytes <= SHORT_LOAD_BYTES else Lane.LONG_LOADS
+
+
+def pool_tag(pool_id: bytes) -> int:
+    """31 bits of a pool's id: enough for a mover to see that a plan is meant for another pool. Never 0."""
+    return (zlib.crc32(pool_id) & 0x7FFFFFFF) or 1
+
+
+def encode(commands: Sequence[Command], pool_id: bytes = b"") -> Int32s:
+    """One int32 array of all `commands`, for the pool with this id; also of none.
+
+    The caller's arrays are copied. UsageError names what does not fit, before anything is made.
+    """
+    parts: list[Int32s] = [np.array([MAGIC, 0, len(commands), pool_tag(pool_id)], np.int32)]
+    for command in commands:
+        parts += _encode_copy(command) if isinstance(command, Copy) else _encode_cancel(command)
+    plan: Int32s = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if len(plan) > MAX_WORDS:
+        raise UsageError(f"a plan of {len(plan)} words: expected at most {MAX_WORDS}; send less in one step")
+    plan[1] = len(plan)
+    return plan
+
+
+def decode(plan: npt.NDArray[np.integer]) -> Plan:
+    """The commands in `plan`; their arrays are views of it. ProtocolError for anything that is not a plan."""
+    words = _as_words(plan)
+    if len(words) < HEADER_WORDS or int(words[0]) != MAGIC:
+        raise ProtocolError("not a plan: it does not begin with a plan's header")
+    end, count, tag = (int(word) for word in words[1:HEADER_WORDS])
+    if not HEADER_WORDS <= end <= min(len(words), MAX_WORDS) or count < 0:
+        raise ProtocolError(f"a plan that says {end} words and {count} commands, in an array of {len(words)}")
+    commands: list[Command] = []
+    at = HEADER_WORDS
+    for _ in range(count):
+        if end - at < 2:
+            raise ProtocolError(f"a plan of {count} commands ends after {len(commands)}")
+        code, size = int(words[at]), int(words[at + 1])
+        if not 2 <= size <= end - at:
+            raise ProtocolError(f"command {len(commands)} says {size} words, {end - at} are left")
+        body = words[at : at + size]
+        if code == _COPY:
+            commands.append(_decode_copy(body))
+        elif code == _CANCEL and size == _CANCEL_WORDS:
+            commands.append(Cancel(_join(body[2], body[3])))
+        else:
+            raise ProtocolError(f"command {len(commands)} has code {code} and {size} words: unknown")
+        at += size
+    if at != end:
+        raise ProtocolError(f"{end - at} words after the last command of a plan")
+    return Plan(tag, commands)
+
+
+def _encode_copy(copy: Copy) -> list[Int32s]:
+    frames, units, gens = np.asarray(copy.frames), np.asarray(copy.units), np.asarray(copy.gens)
+    for name, array in (("frames", frames), ("units", units), ("gens", gens)):
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise UsageError(f"task {copy.task}: {name} must be one-dimensional integers")
+    for name, array in (("frames", frames), ("units", units)):
+        if array.size and not (int(array.min()) >= 0 and int(array.max()) < _INT31):
+            raise UsageError(f"task {copy.task}: {name} must lie in 0 .. 2**31 - 1")
+    if copy.kind == Kind.LOAD and len(gens) != len(frames):
+        raise UsageError(f"task {copy.task}: {len(gens)} gens for {len(frames)} frames of a load")
+    if not (0 < copy.task < _INT63 and 0 < copy.seq < _INT63 and 0 <= copy.first < _INT31):
+        raise UsageError(f"task={copy.task}, seq={copy.seq}, first={copy.first}: out of range")
+    body = [frames.astype(np.int32), gens.astype(np.uint32).view(np.int32), units.astype(np.int32)]
+    size = _COPY_WORDS + sum(map(len, body))
+    head = [_COPY, size, Kind(copy.kind), Lane(copy.lane), *_split(copy.task), *_split(copy.seq), copy.first]
+    return [np.array([*head, *map(len, body)], np.int32), *body]
+
+
+def _encode_cancel(cancel: Cancel) -> list[Int32s]:
+    if not 0 < cancel.task < _INT63:
+        raise UsageError(f"task={cancel.task}: out of range")
+    return [np.array([_CANCEL, _CANCEL_WORDS, *_split(cancel.task)], np.int32)]
+
+
+def _decode_copy(body: Int32s) -> Copy:
+    if len(body) < _COPY_WORDS:
+        raise ProtocolError(f"a copy of {len(body)} words: expected {_COPY_WORDS} or more")
+    kind, lane, first = int(body[2]), int(body[3]), int(body[8])
+    frames, gens, units = (int(word) for word in body[9:_COPY_WORDS])
+    if min(frames, gens, units, first) < 0 or _COPY_WORDS + frames + gens + units != len(body):
+        raise ProtocolError(f"a copy of {len(body)} words with {frames} frames, {gens} gens, {units} units")
+    if kind not in (Kind.LOAD, Kind.OFFLOAD) or not 0 <= lane < LANES:
+        raise ProtocolError(f"a copy of kind {kind} in lane {lane}: unknown")
+    if kind == Kind.LOAD and gens != frames:
+        raise ProtocolError(f"a load of {frames} frames with {gens} gens")
+    at = _COPY_WORDS
+    return Copy(
+        task=_join(body[4], body[5]),
+        kind=Kind(kind),
+        lane=Lane(lane),
+        seq=_join(body[6], body[7]),
+        frames=body[at : at + frames],
+        gens=body[at + frames : at + frames + gens].view(np.uint32),
+        units=body[at + frames + gens :],
+        first=first,
+    )
+
+
+def _as_words(plan: npt.NDArray[np.integer]) -> Int32s:
+    if not isinstance(plan, np.ndarray) or plan.ndim != 1 or plan.dtype != np.int32:
+        raise ProtocolError("a plan is a one-dimensional numpy array of int32")
+    return np.ascontiguousarray(plan)
+
+
+def _split(number: int) -> tuple[int, int]:
+    """63 bits as two words that int32 holds."""
+    low = number & 0xFFFFFFFF
+    return low - (1 << 32) if low >= _INT31 else low, number >> 32
+
+
+def _join(low: np.int32, high: np.int32) -> int:
+    number = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
+    if number <= 0:
+        raise ProtocolError(f"{number} as the name of a task or a sequence number: expected 1 or more")
+    return number
+
+
+# -- progress ------------------------------------------------------------------------------------------
+
+FAILURES = 64
+"""Places in the ring of failed copies; all but one can be relied on at any time."""
+_RING = LANES + 1
+PROGRESS_WORDS = _RING + 2 * FAILURES
+
+
+class Failure(NamedTuple):
+    """One task that came to nothing."""
+
+    task: int
+    reason: Reason
+
+
+class Seen(NamedTuple):
+    """What one reading of `Progress` showed.
+
+    `done[lane]`: every task of the lane with this `seq` or a lower one has finished. `failures`: those
+    that failed since the last reading. `lost`: more have failed than the ring holds, so any task that was
+    newly done may be one of them and must be taken as failed. `failed`: to be given to the next reading.
+    """
+
+    done: tuple[int, ...]
+    failures: list[Failure]
+    lost: bool
+    failed: int
+
+
+class Progress:
+    """A mover's counters over an int64 array of `PROGRESS_WORDS`; one writer, any number of readers.
+
+    Words: `done` of each lane, the count of failures, then the ring of (task, reason).
+    """
+
+    def __init__(self, words: npt.NDArray[np.int64] | None = None) -> None:
+        if words is None:
+            words = np.zeros(PROGRESS_WORDS, np.int64)
+        if words.shape != (PROGRESS_WORDS,) or words.dtype != np.int64:
+            raise UsageError(
+                f"progress is {PROGRESS_WORDS} words of int64, got {words.shape} of {words.dtype}"
+            )
+        self.words = words
+
+    def finish(self, lane: Lane, seq: int) -> None:
+        """Everything in `lane` up to `seq` has finished. Writer only."""
+        self.words[lane] = seq
+
+    def fail(self, task: int, reason: Reason) -> None:
+        """`task` came to nothing; to be said *before* its `finish`. Writer only."""
+        count = int(self.words[LANES])
+        at = _RING + 2 * (count % FAILURES)
+        self.words[at] = task
+        self.words[at + 1] = reason
+        self.words[LANES] = count + 1  # last: a reader that sees the count sees the entry
+
+    def read(self, failed: int = 0) -> Seen:
+        """What is done now, and what failed since the reading that returned `failed`."""
+        # Done before failures: a task's failure is written first, so it is in what is read after.
+        done = tuple(int(word) for word in self.words[:LANES])
+        count = int(self.words[LANES])
+        ring = self.words[_RING:].copy()
+        # The entry before the ring's oldest may be under the writer's hand, after the count was read too.
+        begin = max(failed, int(self.words[LANES]) - FAILURES + 1, 0)
+        failures = [
+            Failure(int(ring[2 * (at % FAILURES)]), Reason(int(ring[2 * (at % FAILURES) + 1])))
+            for at in range(begin, count)
+        ]
+        return Seen(done, failures, begin > failed, count)
