@@ -1,0 +1,221 @@
+"""PageAllocator: device pages with reference counts, a cached mark, and copies under way.
+
+May import numpy and the ground floor; single-threaded. Always true: a page is free exactly when nothing
+refers to it, the prefix index does not keep it, and no copy reads or writes it; only free pages are
+given out. Which cached page goes first is decided by the index (`RadixCache`), which knows the chains.
+Every call takes many pages as one int32 array and costs O(1) a page at any size (W23).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import UsageError
+from kvtier.memory.allocator import Int32, check_range, int32_1d
+from kvtier.memory.owner import ThreadOwner
+
+
+class PageAllocator:
+    """Pages 0 .. pages - 1, all free at first."""
+
+    def __init__(self, pages: int, owner: ThreadOwner | None = None) -> None:
+        if pages < 1:
+            raise UsageError(f"pages={pages}: expected one page or more")
+        self.owner = owner or ThreadOwner()
+        self.pages = pages
+        self._top = 0  # _stack[_top:] are the free pages
+        self._stack: Int32 = np.arange(pages, dtype=np.int32)
+        self._refs: Int32 = np.zeros(pages, np.int32)
+        self._reads: Int32 = np.zeros(pages, np.int32)  # copies that read the page (offloads)
+        self._writes: Int32 = np.zeros(pages, np.int32)  # 1 while a copy writes the page (a load)
+        self._cached: npt.NDArray[np.bool_] = np.zeros(pages, np.bool_)
+        self._mark: Int32 = np.zeros(pages, np.int32)  # scratch: finds a page that is named twice
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages `alloc` can give now."""
+        return self.pages - self._top
+
+    @property
+    def cached_pages(self) -> int:
+        """How many pages the prefix index keeps, referenced or not. O(pages)."""
+        return int(np.count_nonzero(self._cached))
+
+    @property
+    def copying_pages(self) -> int:
+        """How many pages a copy reads or writes. O(pages)."""
+        return int(np.count_nonzero(self._reads | self._writes))
+
+    def alloc(self, count: int) -> Int32 | None:
+        """`count` free pages with one reference each, as a new int32 array; None if fewer are free.
+
+        Never evicts: the caller takes victims from the index first.
+        """
+        self.owner.check("PageAllocator.alloc")
+        if count < 0:
+            raise UsageError(f"alloc({count}): expected 0 or more pages")
+        end = self._top + count
+        if end > self.pages:
+            return None
+        pages = self._stack[self._top : end].copy()
+        self._refs[pages] = 1
+        self._top = end
+        return pages
+
+    def inc_ref(self, pages: Any) -> None:
+        """One more reference to each page. UsageError that names it for a free page (W12)."""
+        self.owner.check("PageAllocator.inc_ref")
+        pages = self._known(pages, "inc_ref")
+        dead = (self._refs[pages] == 0) & ~self._cached[pages]
+        if dead.any():
+            raise UsageError(f"inc_ref: page {pages[dead.argmax()]} is not in use and not cached")
+        self._refs[pages] += 1
+
+    def free(self, pages: Any) -> None:
+        """Drop one reference to each page; what nobody needs any more is free.
+
+        UsageError that names the page, and nothing changed, where a page has no reference (W10) or does
+        not exist (W11). A page that the index keeps stays cached; one that a copy still reads or writes
+        is free when that copy ends.
+        """
+        self.owner.check("PageAllocator.free")
+        pages = self._known(pages, "free")
+        unreferenced = self._refs[pages] == 0
+        if unreferenced.any():
+            raise UsageError(f"free: page {pages[unreferenced.argmax()]} has no reference (double free)")
+        self._refs[pages] -= 1
+        self._reclaim(pages)
+
+    def ref_count(self, page: int) -> int:
+        """References to `page`."""
+        return int(self._refs[self._known([page], "ref_count")[0]])
+
+    def begin_read(self, pages: Any) -> None:
+        """A copy reads these pages from now on: none is reused before `end_read` (W26-28)."""
+        self.owner.check("PageAllocator.begin_read")
+        pages = self._known(pages, "begin_read")
+        dead = (self._refs[pages] == 0) & ~self._cached[pages]
+        if dead.any():
+            raise UsageError(f"begin_read: page {pages[dead.argmax()]} is not in use and not cached")
+        self._reads[pages] += 1
+
+    def end_read(self, pages: Any) -> None:
+        """The copy that read these pages is final."""
+        self.owner.check("PageAllocator.end_read")
+        pages = self._known(pages, "end_read")
+        idle = self._reads[pages] == 0
+        if idle.any():
+            raise UsageError(f"end_read: no copy reads page {pages[idle.argmax()]}")
+        self._reads[pages] -= 1
+        self._reclaim(pages)
+
+    def begin_write(self, pages: Any) -> None:
+        """A copy writes these pages from now on; each must be one request's own (W6)."""
+        self.owner.check("PageAllocator.begin_write")
+        pages = self._known(pages, "begin_write")
+        self._check_own(pages, "begin_write")
+        self._writes[pages] = 1
+
+    def end_write(self, pages: Any) -> None:
+        """The copy that wrote these pages is final, well or not."""
+        self.owner.check("PageAllocator.end_write")
+        pages = self._known(pages, "end_write")
+        idle = self._writes[pages] == 0
+        if idle.any():
+            raise UsageError(f"end_write: no copy writes page {pages[idle.argmax()]}")
+        self._writes[pages] = 0
+        self._reclaim(pages)
+
+    def check_writable(self, pages: Any) -> None:
+        """UsageError that names the page where one is shared, cached, free, or written by a copy (W6)."""
+        self.owner.check("PageAllocator.check_writable")
+        self._check_own(self._known(pages, "write"), "write")
+
+    def _check_own(self, pages: Int32, what: str) -> None:
+        wrong = (self._refs[pages] != 1) | self._cached[pages] | (self._writes[pages] > 0)
+        if wrong.any():
+            page = pages[wrong.argmax()]
+            raise UsageError(
+                f"{what}: page {page} is not one request's own to write: {self._refs[page]} references, "
+                f"cached={bool(self._cached[page])}, written by a copy={bool(self._writes[page])}"
+            )
+
+    # What the prefix index (RadixCache) calls.
+
+    def keep(self, pages: Int32) -> None:
+        """The index keeps these pages: they are not free when their last reference goes."""
+        pages = self._known(pages, "keep")
+        wrong = (self._refs[pages] == 0) | self._cached[pages] | (self._writes[pages] > 0)
+        if wrong.any():
+            page = pages[wrong.argmax()]
+            raise UsageError(
+                f"keep: page {page} cannot be cached: {self._refs[page]} references, "
+                f"cached={bool(self._cached[page])}, being written={bool(self._writes[page])}"
+            )
+        self._cached[pages] = True
+
+    def drop(self, pages: Int32) -> int:
+        """The index keeps these pages no longer; answers how many are free by that."""
+        pages = self._known(pages, "drop")
+        absent = ~self._cached[pages]
+        if absent.any():
+            raise UsageError(f"drop: page {pages[absent.argmax()]} is not cached")
+        self._cached[pages] = False
+        return self._reclaim(pages)
+
+    def is_cached(self, page: int) -> bool:
+        """Whether the index keeps `page`."""
+        return bool(self._cached[self._known([page], "is_cached")[0]])
+
+    def idle_tail(self, pages: Int32) -> int:
+        """How many pages at the end of `pages` have no reference and no copy: what may be evicted (W1)."""
+        last = pages[-1]
+        if self._refs[last] or self._reads[last]:
+            return 0  # by far the most common answer, and cheap
+        busy = np.flatnonzero(self._refs[pages] | self._reads[pages])
+        return len(pages) - (int(busy[-1]) + 1 if len(busy) else 0)
+
+    def check(self) -> None:
+        """Raise RuntimeError where an invariant is broken. O(pages)."""
+        self.owner.check("PageAllocator.check")
+        free = np.zeros(self.pages, np.bool_)
+        free[self._stack[self._top :]] = True
+        if int(free.sum()) != self.free_pages:
+            raise RuntimeError("a page is in the free stack twice")
+        in_use = (self._refs > 0) | self._cached | (self._reads > 0) | (self._writes > 0)
+        wrong = free == in_use
+        if wrong.any():
+            page = int(wrong.argmax())
+            raise RuntimeError(f"page {page}: free={bool(free[page])}, but in use={bool(in_use[page])}")
+        if (self._refs < 0).any() or (self._reads < 0).any() or (self._writes < 0).any():
+            raise RuntimeError("a count is negative")
+        if (self._cached & (self._writes > 0)).any():
+            raise RuntimeError("a cached page is being written")
+
+    def _known(self, pages: Any, what: str) -> Int32:
+        """`pages` as int32, each existing and named once."""
+        pages = int32_1d(pages, "pages")
+        check_range(pages, self.pages, f"{what}: page")
+        if len(pages) > 1:
+            order = np.arange(len(pages), dtype=np.int32)
+            self._mark[pages] = order
+            repeated = self._mark[pages] != order
+            if repeated.any():
+                raise UsageError(f"{what}: page {pages[repeated.argmax()]} is named twice in one call")
+        return pages
+
+    def _reclaim(self, pages: Int32) -> int:
+        """Put those of `pages` that nothing needs on the free stack, in their order; answers how many."""
+        needed = (
+            (self._refs[pages] > 0)
+            | self._cached[pages]
+            | (self._reads[pages] > 0)
+            | (self._writes[pages] > 0)
+        )
+        idle = pages[~needed]
+        self._stack[self._top - len(idle) : self._top] = idle
+        self._top -= len(idle)
+        return len(idle)
