@@ -1,0 +1,63 @@
+"""The run directory, where a sidecar and its clients meet: private to one user, or refused.
+
+Imports the standard library and the ground floor. Always true of a directory that was accepted: it is no symbolic
+link, belongs to this user, and is closed to all others, so that only this user can have made what lies in it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+ATTACH_SOCKET, DATA_SOCKET, LOCKS, OWNER = "attach.sock", "data.sock", "locks", "owner"
+_NAMES = (ATTACH_SOCKET, DATA_SOCKET, LOCKS)
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path (sun_path is 108 with its end mark)."""
+
+
+def check_run_dir(path: Path | str) -> Path:
+    """The absolute path of an existing run directory that is safe to use.
+
+    FileNotFoundError when there is none. ConfigError, with the remedy, for a symbolic link, another owner, permissions
+    for others, or a path too long for a socket.
+    """
+    run_dir = Path(os.path.abspath(path))
+    longest = os.fsencode(run_dir / ATTACH_SOCKET)
+    if len(longest) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"run directory {run_dir}: {len(longest)} bytes for the socket's path, available {MAX_SOCKET_PATH}; "
+            "choose a shorter --run-dir (or KVTIER_RUN_DIR)"
+        )
+    found = os.lstat(run_dir)
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(
+            f"run directory {run_dir} is a symbolic link to {os.readlink(run_dir)}: give the directory itself"
+        )
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"run directory {run_dir} is not a directory: remove it or choose another --run-dir")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"run directory {run_dir} belongs to uid {found.st_uid}, this process runs as {os.geteuid()}: "
+            "sidecar and engines must run as one user; choose another --run-dir"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"run directory {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}, needed 0700: chmod 700 {run_dir}"
+        )
+    return run_dir
+
+
+def make_run_dir(path: Path | str) -> Path:
+    """As `check_run_dir`, but makes the directory (0700, with its parents) where there is none."""
+    run_dir = Path(os.path.abspath(path))
+    if len(os.fsencode(run_dir / ATTACH_SOCKET)) <= MAX_SOCKET_PATH:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+    return check_run_dir(run_dir)
