@@ -63,7 +63,7 @@ class KvCacheAllocator:
         end = self._top + need_size
         if end > self.size or need_size < 0 or self._claimed_by is not None:
             raise UsageError(self._why_not(need_size))
-        slots = self._stack[self._top : end].copy()
+        slots: Int32 = self._stack[self._top : end].copy()
         self._top = end
         return slots
 

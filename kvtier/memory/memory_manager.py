@@ -102,7 +102,8 @@ class MemoryManager:
 
         `page_tokens`: tokens of a host page; None for the default size. `engine` goes into the layout's
         format, for all that changes what the bytes mean and that is not seen here (backend, RoPE form).
-        Model and revision belong in the `Namespace`. The planes share the buffers' memory, hold slot included.
+        Model and revision belong in the `Namespace`. The planes share the buffers' memory, with the
+        hold slot.
         """
         row_bytes = 2 * self.head_num * self.head_dim * self.dtype.itemsize
         if page_tokens is None:
@@ -110,7 +111,7 @@ class MemoryManager:
         layout = KVLayout(
             page_tokens=page_tokens,
             shards=(tuple(Plane(f"{layer}.kv", row_bytes) for layer in range(self.layer_num)),),
-            format=f"kvtier.memory/1 {engine} kv[2x{self.head_num},{self.head_dim}] {self.dtype}",
+            format=f"kvtier.memory/1 kv[2x{self.head_num},{self.head_dim}] {self.dtype} {engine}".rstrip(),
         )
         rows = self.kv_buffer.view(torch.uint8).view(self.layer_num, self.size + 1, row_bytes)
         return KVBuffers(layout=layout, planes=tuple(rows.unbind(0)))

@@ -60,7 +60,7 @@ class PageAllocator:
         end = self._top + count
         if end > self.pages:
             return None
-        pages = self._stack[self._top : end].copy()
+        pages: Int32 = self._stack[self._top : end].copy()
         self._refs[pages] = 1
         self._top = end
         return pages
@@ -170,13 +170,9 @@ class PageAllocator:
         """Whether the index keeps `page`."""
         return bool(self._cached[self._known([page], "is_cached")[0]])
 
-    def idle_tail(self, pages: Int32) -> int:
-        """How many pages at the end of `pages` have no reference and no copy: what may be evicted (W1)."""
-        last = pages[-1]
-        if self._refs[last] or self._reads[last]:
-            return 0  # by far the most common answer, and cheap
-        busy = np.flatnonzero(self._refs[pages] | self._reads[pages])
-        return len(pages) - (int(busy[-1]) + 1 if len(busy) else 0)
+    def is_busy(self, page: int) -> bool:
+        """Whether a task refers to `page`, or a copy reads or writes it."""
+        return bool(self._refs[page] or self._reads[page] or self._writes[page])
 
     def check(self) -> None:
         """Raise RuntimeError where an invariant is broken. O(pages)."""
@@ -195,17 +191,27 @@ class PageAllocator:
         if (self._cached & (self._writes > 0)).any():
             raise RuntimeError("a cached page is being written")
 
+    def check_counts(self, refs: Int32, copies: Int32) -> None:
+        """Raise RuntimeError where a page's counts are not `refs` and `copies`, those of its holders."""
+        wrong = (self._refs != refs) | (self._reads + self._writes != copies)
+        if wrong.any():
+            page = int(wrong.argmax())
+            raise RuntimeError(
+                f"page {page}: {self._refs[page]} references and {self._reads[page] + self._writes[page]} "
+                f"copies, but its holders count {refs[page]} and {copies[page]}"
+            )
+
     def _known(self, pages: Any, what: str) -> Int32:
         """`pages` as int32, each existing and named once."""
-        pages = int32_1d(pages, "pages")
-        check_range(pages, self.pages, f"{what}: page")
-        if len(pages) > 1:
-            order = np.arange(len(pages), dtype=np.int32)
-            self._mark[pages] = order
-            repeated = self._mark[pages] != order
+        known = int32_1d(pages, "pages")
+        check_range(known, self.pages, f"{what}: page")
+        if len(known) > 1:
+            order = np.arange(len(known), dtype=np.int32)
+            self._mark[known] = order
+            repeated = self._mark[known] != order
             if repeated.any():
-                raise UsageError(f"{what}: page {pages[repeated.argmax()]} is named twice in one call")
-        return pages
+                raise UsageError(f"{what}: page {known[repeated.argmax()]} is named twice in one call")
+        return known
 
     def _reclaim(self, pages: Int32) -> int:
         """Put those of `pages` that nothing needs on the free stack, in their order; answers how many."""
