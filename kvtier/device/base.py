@@ -1,7 +1,7 @@
 """What a device must offer: streams, events, and copies between its KV and pages of the pool.
 
-Every implementation (`cpu`, `testing`; each later one) passes the same contract tests. Imports torch for types
-only, numpy, and the ground floor.
+Every implementation (`cpu`, `testing`; each later one) passes the same contract tests. Imports numpy, the
+ground floor, and torch for types only.
 
 Always true: the copy of a piece reads nothing on the device before its `after` has fired, and its own
 event fires only when the last byte is in place. Who waits for that event may use the bytes.
@@ -37,10 +37,10 @@ class DeviceError(KVTierError, RuntimeError):
 class KVBuffers:
     """The KV that one rank has on its device, plane by plane.
 
-    `planes`: one uint8 tensor `[rows, row_bytes]` for each plane of `layout.shards[shard]`, in that order, last
-    stride 1, any first stride; they stay the engine's own and must live as long as these buffers. A plane
-    whose rows hold `r` finest units each has row `u // r` for unit `u`. `replicas`: how many ranks hold
-    the same bytes, `replica`: which of them this is.
+    `planes`: one uint8 tensor `[rows, row_bytes]` for each plane of `layout.shards[shard]`, in that order,
+    last stride 1, any first stride; they stay the engine's own. In a plane whose rows hold `r` finest units
+    each, unit `u` is in row `u // r`. `replicas`: how many ranks hold the same bytes, `replica`: which of
+    them this is; they take turns by frame when offloading, and each reads all when loading.
     """
 
     layout: KVLayout
@@ -161,7 +161,7 @@ class Stream(Protocol):
         ...
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
-        """Wait on the host until all is done; False when `timeout_s` is over first. Raises as `Event.query`."""
+        """Wait on the host until all is done; False when `timeout_s` is over first. Raises as an event."""
         ...
 
 
@@ -199,12 +199,9 @@ def check_units(buffers: KVBuffers, first: int, units: Units, pages: int) -> str
         return f"units {lowest} .. {highest} are not all in 0 .. {buffers.units - 1}"
     for ratio in coarse_ratios(buffers):
         inside = (first + np.arange(len(units))) % ratio
-        if not np.array_equal(units % ratio, inside):
-            return f"a row of {ratio} units must hold units of consecutive tokens, in order"
-        if not np.array_equal(units[1:] // ratio == units[:-1] // ratio, inside[1:] != 0) and len(units) > 1:
-            same = units[1:] // ratio == units[:-1] // ratio
-            if not bool(same[inside[1:] != 0].all()):
-                return f"a row of {ratio} units must hold units of consecutive tokens, in order"
+        rows = units // ratio
+        if bool((units % ratio != inside).any()) or bool((np.diff(rows)[inside[1:] != 0] != 0).any()):
+            return f"rows of {ratio} units must hold the units of consecutive tokens, in order"
     return ""
 
 

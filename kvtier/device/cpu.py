@@ -1,0 +1,373 @@
+"""The CPU as a device: streams are threads, events are events, copies are single numpy calls.
+
+For engines that run on the CPU, and the reference for the others. Imports torch for index_select, numpy, and
+`device.base`.
+
+Always true: a byte is moved once, from the device's row to its place in the page or back, with no temporary
+copy of the rows between, and by calls that release the GIL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.device.base import DeviceError, Event, KVBuffers, Page, Piece, Stream, Units
+from kvtier.errors import LayoutError, UsageError
+
+PIECE_BYTES = 8 << 20
+"""A page with more bytes is moved in several pieces: about a millisecond each."""
+
+SLICE_BYTES = 32 << 10
+"""Runs of at least these bytes in one plane are copied as slices, shorter ones row by row by index.
+
+Measured with `benchmarks/copies.py`: an index costs a row what a slice costs a run, and a slice call more
+than an indexed row.
+"""
+
+TOUCH_ROWS = 1024
+TOUCH_ROW_BYTES = 2048
+"""Before scattered rows are moved, the first byte of each of the next `TOUCH_ROWS` is read.
+
+A copy of one row cannot run ahead into the next, so each scattered row costs a whole miss of TLB and
+memory; these reads overlap, and make the copy of 4 KiB rows a third faster. Shorter rows gain nothing.
+"""
+
+
+class CpuEvent:
+    """An event that is fired by hand, once."""
+
+    def __init__(self) -> None:
+        self._fired = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+
+    def fire(self, error: BaseException | None = None) -> None:
+        """What it stands for is done, or came to nothing by `error`. Later calls change nothing."""
+        with self._lock:
+            if self._fired.is_set():
+                return
+            self._error = error
+            self._fired.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def query(self) -> bool:
+        fired = self._fired.is_set()
+        if fired and self._error is not None:
+            raise DeviceError(f"the work before this event failed: {self._error!r}") from self._error
+        return fired
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        self._fired.wait(timeout_s)
+        return self.query()
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._fired.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+
+def fired() -> CpuEvent:
+    """An event that has fired."""
+    event = CpuEvent()
+    event.fire()
+    return event
+
+
+class CallerStream:
+    """The calling thread as a stream: what it has submitted is done already.
+
+    `wait` blocks the thread itself; DeviceError after `timeout_s`, which means that something is stuck.
+    """
+
+    def __init__(self, timeout_s: float = 120.0) -> None:
+        self._timeout_s = timeout_s
+        self._error: Exception | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits for this stream
+                self._error = error
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent()
+        event.fire(self._error)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if not event.synchronize(self._timeout_s):
+            raise DeviceError(f"an event that this thread waits for has not fired in {self._timeout_s} s")
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        return self.record().query()
+
+
+class CpuStream:
+    """One thread that does what is submitted, in order.
+
+    After work has raised, nothing more runs: events fire with the error, `synchronize` raises it.
+    `close` ends the thread; work that has not begun by then is dropped, and its events fail.
+    """
+
+    def __init__(self, name: str = "kvtier-stream") -> None:
+        self._wake = threading.Condition()
+        self._queue: deque[Callable[[], object] | CpuEvent | _Wait] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._submit(work)
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent()
+        self._submit(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._submit(_Wait(event))
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        return self.record().synchronize(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End the thread; False when what it does took longer than `timeout_s`."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _submit(self, item: Callable[[], object] | CpuEvent | _Wait) -> None:
+        with self._wake:
+            if self._closed:
+                raise UsageError("this stream is closed")
+            self._queue.append(item)
+            self._wake.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    break
+                item = self._queue.popleft()
+            if isinstance(item, CpuEvent):
+                item.fire(self._error)
+            elif self._error is None:
+                try:
+                    self._do(item)
+                except Exception as error:  # noqa: BLE001 - handed to whoever waits for this stream
+                    self._error = error
+        dropped = self._error or DeviceError("the stream was closed before this was reached")
+        for item in self._queue:
+            if isinstance(item, CpuEvent):
+                item.fire(dropped)
+
+    def _do(self, item: Callable[[], object] | _Wait) -> None:
+        if not isinstance(item, _Wait):
+            item()
+            return
+        item.event.then(self._poke)
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed or item.fired())
+        if not item.event.query():
+            raise DeviceError("the stream was closed while it waited for an event")
+
+    def _poke(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+
+@dataclass(frozen=True)
+class _Wait:
+    event: Event
+
+    def fired(self) -> bool:
+        try:
+            return self.event.query()
+        except DeviceError:
+            return True  # the failure is raised by the query after the wait
+
+
+# -- copies --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Planes that follow one another in a page and lie evenly spaced in one device tensor.
+
+    `rows[plane, row, byte]` is a view of the device. Where every row begins at a multiple of row_bytes
+    from the first, `flat` is that memory as opaque rows, and row `r` of plane `p` is
+    `flat[starts[p] + step * r]`: then one call moves all planes of a page.
+    """
+
+    ratio: int
+    offset: int
+    page_rows: int
+    row_bytes: int
+    rows: npt.NDArray[np.uint8]
+    flat: npt.NDArray[Any] | None
+    starts: npt.NDArray[np.intp]
+    step: int
+
+    @property
+    def planes(self) -> int:
+        return len(self.rows)
+
+
+class CpuCopier:
+    """Copies between KV in this process's memory and pages; done when `copy` returns.
+
+    `buffers` must stay where they are for as long as this object is used.
+    """
+
+    host_waits = True
+
+    def __init__(self, buffers: KVBuffers) -> None:
+        if buffers.device.type != "cpu":
+            raise LayoutError(f"KV on {buffers.device}: this copier is for the CPU")
+        self.buffers = buffers
+        self._groups = list(_groups(buffers))
+        unit_bytes = max(1, buffers.layout.shard_bytes[buffers.shard] // buffers.page_units)
+        coarsest = math.lcm(*(group.ratio for group in self._groups))
+        wanted = max(1, PIECE_BYTES // unit_bytes)
+        self.piece_units = min(buffers.page_units, max(coarsest, wanted // coarsest * coarsest))
+        self._caller = CallerStream()
+
+    def copy(self, piece: Piece, after: Event) -> CpuEvent:
+        if not after.query():
+            raise UsageError("the CPU's copies are begun when their event has fired")
+        for group in self._groups:
+            first_row, rows = _rows(group.ratio, piece.first, piece.units)
+            _move(group, piece.load, piece.page, first_row, rows)
+        return fired()
+
+    def current_stream(self) -> Stream:
+        return self._caller
+
+
+def _rows(ratio: int, first: int, units: Units) -> tuple[int, npt.NDArray[np.intp]]:
+    """The rows that hold `units`, and the place in the page of the first: rows of `ratio` units each."""
+    if ratio == 1:
+        return first, units.astype(np.intp)
+    first_row, last_row = first // ratio, (first + len(units) - 1) // ratio
+    at = np.maximum(np.arange(first_row, last_row + 1) * ratio - first, 0)
+    return first_row, units[at].astype(np.intp) // ratio
+
+
+def _move(group: _Group, load: bool, page: Page, first_row: int, rows: npt.NDArray[np.intp]) -> None:
+    count, width = len(rows), group.row_bytes
+    size = group.planes * group.page_rows * width
+    place = page[group.offset : group.offset + size].reshape(group.planes, group.page_rows, width)
+    place = place[:, first_row : first_row + count]
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    if count * width >= SLICE_BYTES * (len(breaks) + 1) or (not len(breaks)):
+        edges = [0, *breaks.tolist(), count]
+        for begin, end in itertools.pairwise(edges):
+            device = group.rows[:, rows[begin] : rows[begin] + (end - begin)]
+            if load:
+                np.copyto(device, place[:, begin:end])
+            else:
+                np.copyto(place[:, begin:end], device)
+    elif group.flat is not None:
+        _move_indexed(group, group.flat, load, place, rows)
+    else:
+        _move_odd(group, load, place, rows)
+
+
+def _move_indexed(
+    group: _Group, flat: npt.NDArray[Any], load: bool, place: Page, rows: npt.NDArray[np.intp]
+) -> None:
+    index = group.starts[:, None] + rows * group.step
+    opaque = place.view(flat.dtype)[..., 0]
+    if opaque.flags.c_contiguous:  # whole pages: all planes by one call
+        index, opaque = index.reshape(1, -1), opaque.reshape(1, -1)
+    first_bytes = flat.view(np.uint8) if group.row_bytes >= TOUCH_ROW_BYTES else None
+    for at_rows, at_place in zip(index, opaque, strict=True):
+        for begin in range(0, len(at_rows), TOUCH_ROWS):
+            some = at_rows[begin : begin + TOUCH_ROWS]
+            if first_bytes is not None:
+                np.take(first_bytes, some * group.row_bytes, mode="clip")
+            if load:
+                flat[some] = at_place[begin : begin + TOUCH_ROWS]
+            else:
+                np.take(flat, some, out=at_place[begin : begin + TOUCH_ROWS], mode="clip")
+
+
+def _move_odd(group: _Group, load: bool, place: Page, rows: npt.NDArray[np.intp]) -> None:
+    """Rows at a stride that is no multiple of their size: numpy's take would copy the whole plane first."""
+    index = torch.from_numpy(rows)
+    for plane, at_place in zip(group.rows, place, strict=True):
+        if load:
+            opaque = np.dtype((np.void, group.row_bytes))
+            plane.view(opaque)[:, 0][rows] = at_place.view(opaque)[:, 0]
+        else:
+            torch.index_select(torch.from_numpy(plane), 0, index, out=torch.from_numpy(at_place))
+
+
+def _groups(buffers: KVBuffers) -> Iterator[_Group]:
+    """The planes of `buffers` in as few groups as can be, in the page's order."""
+    planes = buffers.layout.shards[buffers.shard]
+    offsets = buffers.layout.plane_offsets(buffers.shard)
+    tensors = buffers.planes
+    begin = 0
+    while begin < len(planes):
+        end = begin + 1
+        while end < len(planes) and _joins(buffers, begin, end):
+            end += 1
+        plane, first = planes[begin], tensors[begin]
+        spacing = tensors[begin + 1].data_ptr() - first.data_ptr() if end - begin > 1 else plane.row_bytes
+        stride = first.stride(0) if first.shape[0] > 1 else plane.row_bytes
+        base = first.numpy()
+        rows = np.lib.stride_tricks.as_strided(base, (end - begin, *first.shape), (spacing, stride, 1))
+        starts = np.arange(end - begin, dtype=np.intp) * (spacing // plane.row_bytes)
+        flat = None
+        if spacing % plane.row_bytes == 0 and stride % plane.row_bytes == 0:
+            step = stride // plane.row_bytes
+            count = int(starts[-1]) + step * (first.shape[0] - 1) + 1
+            span = np.lib.stride_tricks.as_strided(base, (count * plane.row_bytes,), (1,))
+            flat = span.view(np.dtype((np.void, plane.row_bytes)))
+        yield _Group(
+            ratio=plane.unit_tokens // buffers.unit_tokens,
+            offset=offsets[begin],
+            page_rows=buffers.layout.page_tokens // plane.unit_tokens,
+            row_bytes=plane.row_bytes,
+            rows=rows,
+            flat=flat,
+            starts=starts,
+            step=stride // plane.row_bytes,
+        )
+        begin = end
+
+
+def _joins(buffers: KVBuffers, begin: int, end: int) -> bool:
+    """Does plane `end` continue the group that begins at `begin`: same shape, same memory, even steps?"""
+    planes, tensors = buffers.layout.shards[buffers.shard], buffers.planes
+    left, right = tensors[begin], tensors[end]
+    same = (
+        planes[begin].row_bytes == planes[end].row_bytes
+        and planes[begin].unit_tokens == planes[end].unit_tokens
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    )
+    spacing = tensors[begin + 1].data_ptr() - left.data_ptr()
+    return same and spacing > 0 and right.data_ptr() == left.data_ptr() + (end - begin) * spacing
