@@ -297,7 +297,7 @@ def _reply_fields(body: ReplyBody) -> list[Any]:
         case LoadReply():
             return [
                 [
-                    (g.number, g.status, g.epoch, g.ready, g.frames.data, g.gens.data, g.text)
+                    (g.number, g.status, g.epoch, g.ready, g.frames.data, g.gens.data, g.reason, g.text)
                     for g in body.grants
                 ]
             ]
@@ -350,7 +350,7 @@ def _lookup_reply(op: Op, fields: list[Any]) -> ReplyBody:
 def _load_reply(op: Op, fields: list[Any]) -> ReplyBody:
     grants = []
     for entry in _entries(_list(fields, "begin_load", 1)[0], "begin_load"):
-        number, status, epoch, ready, frames, gens, text = _list(entry, "a load's grant", 7)
+        number, status, epoch, ready, frames, gens, reason, text = _list(entry, "a load's grant", 8)
         grant = LoadGrant(
             _int(number, "number"),
             _status(status),
@@ -358,6 +358,7 @@ def _load_reply(op: Op, fields: list[Any]) -> ReplyBody:
             _int(ready, "ready"),
             _frames(frames),
             _gens(gens),
+            _text(reason, "reason"),
             _text(text, "text"),
         )
         if len(grant.frames) != len(grant.gens):
@@ -399,7 +400,7 @@ def _end_reply(op: Op, fields: list[Any]) -> ReplyBody:
                 _status(status),
                 _int(visible, "visible"),
                 _int(dropped, "dropped"),
-                _bool(superseded, "superseded"),
+                _int(superseded, "superseded"),
                 _text(text, "text"),
             )
         )

@@ -20,7 +20,8 @@ MAX_KEYS = 65_536
 """Keys of one message, all its chains together."""
 MAX_NUMBER = 2**63 - 1
 MAX_SID = 2**64 - 1
-MAX_RANKS = 256
+MAX_RANKS = 64
+"""Movers of one group."""
 
 Frames: TypeAlias = npt.NDArray[np.int32]
 Gens: TypeAlias = npt.NDArray[np.uint32]
@@ -190,7 +191,8 @@ class LookupReply:
 class LoadGrant:
     """The answer to one `LoadChain`. With status OK the frames of pages `first`, `first + 1`, ... are held
     under the lease, and `gens` are their generations, to be compared after the copy (R31); else nothing is
-    held. Both arrays are read-only. `ready`: visible pages from the chain's first on."""
+    held. Both arrays are read-only. `ready`: visible pages from the chain's first on. `reason`: in one word,
+    why not all that was wanted is given."""
 
     number: int
     status: Status
@@ -198,6 +200,7 @@ class LoadGrant:
     ready: int = 0
     frames: Frames = field(default_factory=lambda: NO_FRAMES)
     gens: Gens = field(default_factory=lambda: NO_GENS)
+    reason: str = ""
     text: str = ""
 
 
@@ -233,14 +236,14 @@ class StoreReply:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """`status`: OK, or DONE when the lease had ended before. `visible`: its pages that can be found now;
-    `dropped`: those that were lost with an ancestor, an abort or a flush (R7, R13); `superseded`: another
-    store took the claim over (R8)."""
+    `dropped`: those that were lost with an ancestor, an abort or a flush (R7, R13); `superseded`: those
+    that another store took over (R8)."""
 
     number: int
     status: Status
     visible: int = 0
     dropped: int = 0
-    superseded: bool = False
+    superseded: int = 0
     text: str = ""
 
 

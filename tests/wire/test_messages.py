@@ -56,7 +56,7 @@ numbers = st.integers(1, MAX_NUMBER)
 counts = st.integers(0, MAX_NUMBER)
 ns = st.binary(min_size=16, max_size=16)
 keys = st.integers(0, 9).flatmap(lambda n: st.binary(min_size=32 * n, max_size=32 * n))
-ranks = st.lists(st.integers(0, 255), max_size=8).map(tuple)
+ranks = st.lists(st.integers(0, 63), max_size=8).map(tuple)
 ends = st.lists(st.builds(End, numbers, ranks), min_size=1, max_size=5).map(tuple)
 pages = st.integers(0, MAX_KEYS)
 bodies = st.one_of(
@@ -98,7 +98,7 @@ def test_a_reply_without_a_body_survives_the_trip(rid, status, text):
     [
         HelloReply(True),
         LookupReply(5, 1, 7),
-        EndReply(Op.FINISH, (Ended(1, Status.OK, 4, 2, True, "why"), Ended(2, Status.DONE))),
+        EndReply(Op.FINISH, (Ended(1, Status.OK, 4, 2, 1, "why"), Ended(2, Status.DONE))),
         EndReply(Op.QUIET, (Ended(9, Status.DONE),)),
         FlushReply(3, 2, 8),
         StatsReply({"frames": 7, "pool_id": "ab"}),
@@ -126,7 +126,7 @@ def test_grants_carry_frames_and_generations_as_read_only_arrays():
     assert first.frames.dtype == np.int32
     assert first.gens.dtype == np.uint32
     assert not first.frames.flags.writeable
-    assert (second.status, second.text, len(second.frames)) == (Status.MISS, "cold", 0)
+    assert (second.status, second.reason, second.text) == (Status.MISS, "absent", "cold")
 
     grant = StoreGrant(9, Status.OK, 1, 4, 3, 2, frames[:3].copy(), "full", "half of it")
     body = decode_reply(encode_reply(Reply(1, 2, Status.OK, "", StoreReply((grant,))))).body
@@ -137,7 +137,7 @@ def test_grants_carry_frames_and_generations_as_read_only_arrays():
 
 
 def _miss(number: int) -> LoadGrant:
-    return LoadGrant(number, Status.MISS, 0, 0, NO_FRAMES, NO_GENS, "cold")
+    return LoadGrant(number, Status.MISS, 0, 0, NO_FRAMES, NO_GENS, "absent", "cold")
 
 
 def _raw(*fields: object, rid: int = 5, version: int = 1, op: int = Op.LOOKUP) -> bytes:
@@ -161,8 +161,8 @@ def _raw(*fields: object, rid: int = 5, version: int = 1, op: int = Op.LOOKUP) -
         (_raw([[2**63, NS, b"", 0]], op=Op.BEGIN_STORE), "number: expected an integer"),
         (_raw([[1, NS, b"", 0, 0]], op=Op.BEGIN_LOAD), "at_least"),
         (_raw([[True, []]], op=Op.FINISH), "number: expected an integer"),
-        (_raw([[1, [256]]], op=Op.ABORT), "rank"),
-        (_raw([[1, [0] * 257]], op=Op.ABORT), "257 movers"),
+        (_raw([[1, [64]]], op=Op.ABORT), "rank"),
+        (_raw([[1, [0] * 65]], op=Op.ABORT), "65 movers"),
         (_raw(2**64 - 1, [], op=Op.QUIET), "entries"),
         (_raw(1, op=Op.DETACH), "true or false"),
         (_raw(op=Op.DETACH), "0 fields, expected 1"),
