@@ -8,6 +8,8 @@ Imports numpy and the standard library.
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 import weakref
@@ -29,11 +31,35 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+Bytes = npt.NDArray[np.uint8]
+
+_MFD_NOEXEC_SEAL = 0x0008
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""The size of a chunk or table never changes, so a mapping of it never ends in SIGBUS."""
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 
-def map_shared(fd: int, size: int, *, writable: bool) -> npt.NDArray[np.uint8]:
+def sealed_memfd(name: str, size: int) -> int:
+    """A new memfd of `size` zero bytes whose size is sealed; nothing of it is reserved yet. OSError."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)  # kernels before 6.3
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_shared(fd: int, size: int, *, writable: bool) -> Bytes:
     """uint8[size] over `fd`, shared, not inherited by a fork and not part of a core dump (R21).
 
     `fd` may be closed afterwards. The array (and each view of it) keeps the mapping. OSError when the kernel refuses.
@@ -56,10 +82,10 @@ def map_shared(fd: int, size: int, *, writable: bool) -> npt.NDArray[np.uint8]:
     return array
 
 
-def populate(array: npt.NDArray[np.uint8], *, write: bool) -> bool:
+def populate(array: Bytes, *, write: bool) -> bool:
     """Fault a contiguous, page-aligned array in; the GIL is free meanwhile. False where the kernel cannot (before 5.14)."""
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-    return _libc.madvise(array.ctypes.data, array.nbytes, advice) == 0
+    return bool(_libc.madvise(array.ctypes.data, array.nbytes, advice) == 0)
 
 
 def _unmap(pid: int, address: int, size: int) -> None:

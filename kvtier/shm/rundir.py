@@ -6,6 +6,7 @@ link, belongs to this user, and is closed to all others, so that only this user 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -13,7 +14,6 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 
 ATTACH_SOCKET, DATA_SOCKET, LOCKS, OWNER = "attach.sock", "data.sock", "locks", "owner"
-_NAMES = (ATTACH_SOCKET, DATA_SOCKET, LOCKS)
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path (sun_path is 108 with its end mark)."""
@@ -38,7 +38,9 @@ def check_run_dir(path: Path | str) -> Path:
             f"run directory {run_dir} is a symbolic link to {os.readlink(run_dir)}: give the directory itself"
         )
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"run directory {run_dir} is not a directory: remove it or choose another --run-dir")
+        raise ConfigError(
+            f"run directory {run_dir} is not a directory: remove it or choose another --run-dir"
+        )
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"run directory {run_dir} belongs to uid {found.st_uid}, this process runs as {os.geteuid()}: "
@@ -56,8 +58,14 @@ def make_run_dir(path: Path | str) -> Path:
     run_dir = Path(os.path.abspath(path))
     if len(os.fsencode(run_dir / ATTACH_SOCKET)) <= MAX_SOCKET_PATH:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):
             run_dir.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
     return check_run_dir(run_dir)
+
+
+def boot_id() -> str:
+    """Names this start of this machine; "" when it cannot be read. Processes on two hosts never share a pool."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
