@@ -33,11 +33,12 @@ FINAL = frozenset((TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED))
 
 @dataclass(eq=False)
 class Task:
-    """One asynchronous copy. Until `final` its units (`units`, the task's own array) may not be freed or rewritten.
+    """One asynchronous copy. Until `final` its units (`units`, the task's own array) may not be freed or
+    rewritten.
 
-    `id` is unique within its planner, `request` the engine's name for the request, `pages` how many pages of the pool
-    the copy touches. `reason` says in one word why a task is not DONE, or why an offload took fewer pages than
-    were offered; empty otherwise.
+    `id` is unique within its planner, `request` the engine's name for the request, `pages` how many pages of
+    the pool the copy touches. `reason` says in one word why a task is not DONE, or why an offload took fewer
+    pages than were offered; empty otherwise.
     """
 
     id: int
@@ -56,8 +57,9 @@ class Task:
     def wait(self, stream: Any = None) -> None:
         """Make `stream` wait, on the device, for this copy; the host is not blocked where streams are real.
 
-        On the CPU device without a stream the calling thread itself waits. Whether the copy failed is known only
-        when the task is final. Does nothing for a final task, and for one that is made by a bare `Planner`.
+        On the CPU device without a stream the calling thread itself waits. Whether the copy failed is known
+        only when the task is final. Does nothing for a final task, and for one that is made by a bare
+        `Planner`.
         """
         if not self.final and self._waiter is not None:
             self._waiter(self.id, stream)
@@ -75,8 +77,8 @@ class LoadTask(Task):
 class OffloadTask(Task):
     """Device -> host: pages [start_page, start_page + pages) of the request.
 
-    DONE with fewer pages than were offered, or with none, has a `reason`; the rest is tried again by the request's
-    next `offload`. FAILED: nothing is promised.
+    DONE with fewer pages than were offered, or with none, has a `reason`; the rest is tried again by the
+    request's next `offload`. FAILED: nothing is promised.
     """
 
     start_page: int = 0
@@ -84,7 +86,8 @@ class OffloadTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class Hit:
-    """What a load would bring: tokens [first, first + tokens), from the position that the caller has computed on.
+    """What a load would bring: tokens [first, first + tokens), from the position that the caller has computed
+    on.
 
     `tokens` is a multiple of the finest unit; 0 has a `reason`. A hit of more than 0 holds a lease until
     `load`, `cancel`, `forget` or the request's next `lookup`; after that it is void.

@@ -1,0 +1,306 @@
+"""Look-ups: what the host has of a request, and the leases that unadmitted requests hold.
+
+One `begin_load` is both question and lease. Always true: what requests hold that are not admitted yet,
+together with what they have asked for, is at most a quarter of the pool, a page counted once for each
+request; a lease is a record's `answer`, or has been handed to a load, or has been aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from kvtier.client import CacheClient
+from kvtier.config import Options
+from kvtier.errors import Status, UsageError
+from kvtier.keys import KEY_BYTES, PageChain
+from kvtier.planner.counters import Counters, Outcome
+from kvtier.planner.link import Link
+from kvtier.planner.records import Question, Record
+from kvtier.tasks import Hit
+from kvtier.wire.messages import MAX_KEYS, BeginLoad, LoadChain, LoadReply, Reply
+
+log = logging.getLogger("kvtier")
+
+FRESH_S = 0.05
+"""An answer that has lain here longer is asked for again."""
+HELD_SHARE = 4
+"""Requests not yet admitted hold at most one in so many frames of the pool."""
+
+
+class Want(NamedTuple):
+    """What a look-up is about: tokens [computed, end); those before `keyed` lie in whole pages.
+
+    `first`: the page of `computed`; `least`: pages from there on without which nothing is loaded.
+    """
+
+    computed: int
+    end: int
+    keyed: int
+    first: int
+    least: int
+
+
+class Lookups:
+    """Asks, keeps answers, and offers hits. `Planner.lookup` says what callers may rely on."""
+
+    def __init__(
+        self, client: CacheClient, link: Link, options: Options, counters: Counters, ranks: tuple[int, ...]
+    ) -> None:
+        self._client = client
+        self._link = link
+        self._counters = counters
+        self._ranks = ranks
+        self._page_tokens = client.layout.page_tokens
+        self._unit_tokens = client.layout.unit_tokens
+        self._least_tokens = max(options.min_load_tokens, self._unit_tokens)
+        self._patience_s = options.lookup_ms / 1000
+        self.held = 0
+        """Pages that unadmitted requests hold or have asked for."""
+
+    def ask(self, record: Record, chain: PageChain) -> None:
+        """Post the question of a request that has just arrived, unless it cannot bring anything."""
+        if record.asked is not None or record.answer is not None or record.hit is not None:
+            return
+        if not self._client.attached:
+            return
+        want = self._want(chain, 0, None)
+        if want.keyed >= self._least_tokens and self._reach(record, want) >= self._least_tokens:
+            self._post(record, want, chain.keys)
+
+    def lookup(
+        self, record: Record, chain: PageChain, computed: int, wait_s: float, limit: int | None
+    ) -> Hit | None:
+        """See `Planner.lookup`. The caller has polled: what has been answered by now is known."""
+        record.hit = None
+        want = self._want(chain, computed, limit)
+        if want.keyed - computed < self._least_tokens:
+            return self._miss(
+                record, want, "partial" if want.end - computed >= self._least_tokens else "short"
+            )
+        if not self._client.attached:
+            return self._miss(record, want, "away")
+        now = self._link.now()
+        if record.since is None:
+            record.since = now
+        deadline = min(now + wait_s, record.since + self._patience_s)
+        keys = chain.keys
+        while True:
+            if record.answer is not None and self._fresh(record, want, keys, now):
+                return self._offer(record, want)
+            if record.asked is not None and not self._about(record.asked, record, want, keys):
+                self._withdraw(record)
+            if record.asked is None:
+                if self._reach(record, want) - computed < self._least_tokens:
+                    return self._give_up(record, want, keys, "held")
+                if not self._post(record, want, keys):
+                    return self._give_up(record, want, keys, "away")
+            now = self._link.now()
+            if now >= deadline:
+                break
+            self._link.wait(deadline - now)
+            self._link.poll()
+            now = self._link.now()
+        if now - record.since >= self._patience_s:
+            return self._give_up(record, want, keys, "late")
+        return None
+
+    def take(self, record: Record) -> Question:
+        """Hand over the lease behind the record's hit; from now on the caller ends it."""
+        answer = record.answer
+        if answer is None:
+            raise UsageError(f"request {record.request!r} holds no lease")
+        self._withdraw(record)
+        self._set_answer(record, None)
+        record.hit, record.outcome = None, None
+        return answer
+
+    def drop(self, record: Record) -> None:
+        """Give back whatever the record has asked for or holds."""
+        self._withdraw(record)
+        self._give_back(record)
+        record.hit, record.since, record.outcome = None, None, None
+
+    def lose(self, record: Record) -> None:
+        """The session is gone, and its leases with it. A hit that was offered stays, to fail when it is
+        loaded.
+        """
+        self._set_asked(record, None)
+        self._set_answer(record, None)
+
+    def void(self, record: Record) -> None:
+        """What is held was flushed: give it back. A hit that was offered fails when it is loaded."""
+        self._withdraw(record)
+        self._give_back(record)
+
+    # --- asking ---
+
+    def _want(self, chain: PageChain, computed: int, limit: int | None) -> Want:
+        end = chain.tokens - 1 if limit is None else min(chain.tokens - 1, limit)
+        end = max(end // self._unit_tokens * self._unit_tokens, computed)
+        keyed = max(min(end, chain.pages * self._page_tokens), computed)
+        first = computed // self._page_tokens
+        least = -(-(computed + self._least_tokens) // self._page_tokens) - first
+        return Want(computed, end, keyed, first, least)
+
+    def _pages(self, record: Record, want: Want) -> int:
+        """Pages from page 0 on that may be asked for now: the quarter of the pool is one limit."""
+        quarter = max(self._client.pool.frames // HELD_SHARE, 1) if self._client.attached else 0
+        room = max(quarter - (self.held - record.held), 0)
+        return min(-(-want.keyed // self._page_tokens), want.first + room, MAX_KEYS)
+
+    def _reach(self, record: Record, want: Want) -> int:
+        return min(want.keyed, self._pages(record, want) * self._page_tokens)
+
+    def _post(self, record: Record, want: Want, keys: bytes) -> bool:
+        pages = self._pages(record, want)
+        question = Question(
+            number=self._client.next_number(),
+            attachment=self._link.attachment,
+            ns=record.ns,
+            keys=keys[: pages * KEY_BYTES],
+            first=want.first,
+            at_least=max(1, min(want.least, pages - want.first)),
+        )
+        chain = LoadChain(question.number, question.ns, question.keys, question.first, question.at_least)
+        if not self._link.post(BeginLoad((chain,)), lambda reply: self._answered(record, question, reply)):
+            return False
+        self._set_asked(record, question)
+        return True
+
+    def _answered(self, record: Record, question: Question, reply: Reply) -> None:
+        if record.asked is not question:
+            return  # withdrawn: its abort has been posted, or went with the session
+        self._set_asked(record, None)
+        grant = reply.body.grants[0] if isinstance(reply.body, LoadReply) and reply.body.grants else None
+        status = reply.status if grant is None else grant.status
+        if status in _NOT_TOLD and record.answer is not None:
+            return  # an older lease is better than no answer
+        self._give_back(record)
+        question.answered_at = self._link.now()
+        if grant is not None:
+            question.ready = grant.ready
+            record.epoch = grant.epoch or record.epoch
+            record.next_page = max(record.next_page, grant.ready)
+            if status is Status.OK:
+                question.frames, question.gens = grant.frames, grant.gens
+        question.reason = _REASONS.get(status, "refused")
+        if question.reason == "refused":
+            text = reply.text if grant is None else grant.text
+            log.debug("a look-up was answered with %s: %s", status.name, text)
+        self._set_answer(record, question)
+
+    # --- deciding ---
+
+    def _about(self, question: Question, record: Record, want: Want, keys: bytes) -> bool:
+        """Whether the (possible) answer to `question` serves `want`."""
+        return (
+            question.ns == record.ns
+            and question.first <= want.first
+            and (question.keys.startswith(keys) or keys.startswith(question.keys))
+            and (len(question.frames) > 0 or question.first + question.at_least <= want.first + want.least)
+        )
+
+    def _fresh(self, record: Record, want: Want, keys: bytes, now: float) -> bool:
+        answer = record.answer
+        if answer is None:
+            return False
+        if not self._about(answer, record, want, keys):
+            self._give_back(record)
+            return False
+        # What was answered since the first of these calls is new, however long the engine's steps are.
+        asked_for_this = record.since is not None and answer.answered_at >= record.since
+        return asked_for_this or now - answer.answered_at <= FRESH_S
+
+    def _offer(self, record: Record, want: Want) -> Hit:
+        answer = record.answer
+        if answer is None:
+            return self._miss(record, want, "away")
+        self._withdraw(record)
+        granted = self._inside(
+            want, (answer.first + len(answer.frames)) if len(answer.frames) else want.first
+        )
+        tokens = granted - want.computed
+        enough = tokens >= self._least_tokens
+        if not enough:
+            granted = want.computed
+        asked = max(self._inside(want, len(answer.keys) // KEY_BYTES), granted)
+        ready = min(max(self._inside(want, answer.ready), granted), asked)
+        unlisted = answer.reason if answer.reason in ("away", "late", "busy", "refused") else "absent"
+        missed = {"partial": want.end - want.keyed, "held": want.keyed - asked}
+        for reason, count in (
+            (unlisted, asked - ready),
+            ("short" if not enough else "busy", ready - granted),
+        ):
+            missed[reason] = missed.get(reason, 0) + count
+        if not enough:
+            reason = unlisted if unlisted != "absent" or not ready > want.computed else "short"
+            if len(answer.frames):
+                self._give_back(record)
+            return self._settle(record, want, Hit(want.computed, 0, reason, record.request), missed)
+        hit = Hit(want.computed, tokens, "", record.request)
+        self._settle(record, want, hit, missed)
+        record.hit = hit
+        return hit
+
+    def _inside(self, want: Want, pages: int) -> int:
+        """The end of `pages` whole pages, in tokens, within what is wanted."""
+        return max(min(pages * self._page_tokens, want.keyed), want.computed)
+
+    def _give_up(self, record: Record, want: Want, keys: bytes, reason: str) -> Hit:
+        """Time is up: an older answer's lease is as good as ever, else it is a miss."""
+        self._withdraw(record)
+        answer = record.answer
+        if answer is not None and self._client.attached and self._about(answer, record, want, keys):
+            return self._offer(record, want)
+        return self._miss(record, want, reason)
+
+    def _miss(self, record: Record, want: Want, reason: str) -> Hit:
+        self._withdraw(record)
+        self._give_back(record)
+        missed = {"partial": want.end - want.keyed}
+        missed[reason] = missed.get(reason, 0) + want.keyed - want.computed
+        return self._settle(record, want, Hit(want.computed, 0, reason, record.request), missed)
+
+    def _settle(self, record: Record, want: Want, hit: Hit, missed: dict[str, int]) -> Hit:
+        kept = {reason: tokens for reason, tokens in missed.items() if tokens}
+        outcome = Outcome(want.end - want.computed, hit.tokens, kept)
+        self._counters.settle(outcome, instead_of=record.outcome)
+        record.outcome, record.since = outcome, None
+        return hit
+
+    # --- holding ---
+
+    def _withdraw(self, record: Record) -> None:
+        if record.asked is not None:
+            self._link.abort(record.asked.number, self._ranks)
+            self._set_asked(record, None)
+
+    def _give_back(self, record: Record) -> None:
+        answer = record.answer
+        if answer is not None:
+            if len(answer.frames) and answer.attachment == self._link.attachment:
+                self._link.abort(answer.number, self._ranks)
+            self._set_answer(record, None)
+
+    def _set_asked(self, record: Record, asked: Question | None) -> None:
+        before = record.held
+        record.asked = asked
+        self.held += record.held - before
+
+    def _set_answer(self, record: Record, answer: Question | None) -> None:
+        before = record.held
+        record.answer = answer
+        self.held += record.held - before
+
+
+_REASONS = {
+    Status.OK: "",
+    Status.MISS: "",
+    Status.FULL: "busy",
+    Status.BUSY: "busy",
+    Status.EXPIRED: "late",
+    Status.AWAY: "late",
+    Status.GONE: "away",
+}
+_NOT_TOLD = (Status.AWAY, Status.EXPIRED, Status.GONE)
