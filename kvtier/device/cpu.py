@@ -81,11 +81,13 @@ class CpuEvent:
         call()
 
 
+_FIRED = CpuEvent()
+_FIRED.fire()
+
+
 def fired() -> CpuEvent:
-    """An event that has fired."""
-    event = CpuEvent()
-    event.fire()
-    return event
+    """An event that has fired; always the same one."""
+    return _FIRED
 
 
 class CallerStream:
