@@ -1,0 +1,51 @@
+"""`kvtier serve`: one sidecar in the foreground. Imports neither rich nor torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+from kvtier._version import __version__
+from kvtier.config import default_run_dir, format_size, parse_size
+from kvtier.server.server import Server
+
+
+def serve(size: str, run_dir: Path | None, quiet: bool) -> None:
+    """Serve until SIGINT or SIGTERM; then end in bounded time, and remove what was made.
+
+    The line on stdout says that clients can attach. The log goes to stderr.
+    """
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    pool_bytes = parse_size(size)
+    server: Server | None = None
+    ended_by = 0
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_by
+        ended_by = number
+        if server is not None:
+            server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    server = Server(run_dir or default_run_dir(), pool_bytes)
+    where = server.run_dir
+
+    def ready() -> None:
+        print(
+            f"kvtier {__version__}: up to {format_size(pool_bytes)} at {where} (pid {os.getpid()})",
+            flush=True,
+        )
+
+    try:
+        if not ended_by:
+            server.run(ready)
+    finally:
+        server.close()
+    logging.getLogger(__name__).info("ended by %s", signal.Signals(ended_by).name if ended_by else "request")

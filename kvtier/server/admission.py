@@ -1,0 +1,154 @@
+"""Who may attach, and what a newcomer gets (R1, R2, R19, R24, R28, R30).
+
+Decides about the messages of the attach socket; `shm.attach` carries them. Always true: a refused attach has
+changed nothing that another session could notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from kvtier.errors import KVTierError, Status
+from kvtier.server.hostpool import HostPool
+from kvtier.server.sessions import Session
+from kvtier.server.state import State
+from kvtier.shm.attach import VERSION, AttachRequest, ChunksRequest, Connection
+from kvtier.shm.liveness import SessionLocks
+from kvtier.shm.region import PoolShape
+from kvtier.shm.rundir import boot_id
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """`pool_changed` is called after the pool was formatted (again): the loop watches its memory then."""
+
+    def __init__(self, state: State, locks: SessionLocks, pool_changed: Callable[[], None]) -> None:
+        self._state = state
+        self._locks = locks
+        self._pool_changed = pool_changed
+        self._boot_id = boot_id()
+
+    def attach(self, connection: Connection, request: AttachRequest, now: float) -> Session | None:
+        """Answer one attach request: the new session, or None when it was refused."""
+        refusal = self._unfit(connection, request) or self._format(request)
+        if refusal is None:
+            session, refusal = self._admit(connection, request, now)
+            if session is not None:
+                return session
+        status, text, geometry = refusal
+        self._state.counters.refused_attaches += 1
+        log.warning("refused %s %d of group %s: %s", request.role, request.rank, request.group, text)
+        connection.refused(status, text, geometry)
+        return None
+
+    def chunks(self, connection: Connection, request: ChunksRequest) -> None:
+        """The client has mapped what it was given, and waits for more (R28)."""
+        session = connection.tag
+        if isinstance(session, Session):
+            pool = self._state.pool
+            pool.cache.mapped(session.sid, pool.shape.frames_below(request.start))
+            pool.write()
+            connection.send_chunks(pool.memory.chunks)
+
+    def _unfit(self, connection: Connection, request: AttachRequest) -> _Refusal | None:
+        low, high = request.versions
+        if not low <= VERSION <= high:
+            return Status.BAD, f"protocol version {low} to {high}: this server speaks {VERSION}", None
+        if connection.tag is not None:
+            return Status.BAD, "this connection is attached already: open another", None
+        if request.boot_id and self._boot_id and request.boot_id != self._boot_id:
+            return (
+                Status.BAD,
+                "the client runs on another kernel: sidecar and engines must share a host",
+                None,
+            )
+        if connection.pidfd < 0:
+            return Status.BAD, "no pidfd came with the attach: it is needed to notice a death (R19)", None
+        return None
+
+    def _format(self, request: AttachRequest) -> _Refusal | None:
+        """Makes the pool at the first attach, and again for another geometry when nobody is there (R30)."""
+        state = self._state
+        old = state.formatted
+        if old is not None and old.shape.geometry == request.geometry:
+            return None
+        if old is not None and len(state.sessions):
+            return (
+                Status.BAD,
+                f"the pool has geometry {_geometry(old.shape.geometry)} and is in use, this engine needs "
+                f"{_geometry(request.geometry)}; start a second sidecar for it: "
+                "kvtier serve --size SIZE --run-dir OTHER_DIR, and give the engine that run directory",
+                old.shape.geometry,
+            )
+        try:
+            PoolShape.of(request.geometry, state.pool_bytes)  # ConfigError before anything is given up
+            # The old memory first: there may not be room for both.
+            if old is not None:
+                state.formatted = None
+                old.close()
+            state.formatted = HostPool(
+                request.geometry,
+                state.pool_bytes,
+                fingerprint=request.fingerprint,
+                server_gen=state.server_gen,
+                patience_s=state.patience_s,
+            )
+        except (KVTierError, OSError) as error:
+            self._pool_changed()
+            return Status.BAD, f"cannot make a pool for this layout: {error}", None
+        state.counters.formats += 1
+        shape = state.formatted.shape
+        log.info(
+            "pool %s: %d frames of %d bytes, geometry %s",
+            "formatted" if old is None else "formatted again",
+            shape.frames,
+            shape.page_bytes,
+            _geometry(shape.geometry),
+        )
+        self._pool_changed()
+        return None
+
+    def _admit(
+        self, connection: Connection, request: AttachRequest, now: float
+    ) -> tuple[Session, None] | tuple[None, _Refusal]:
+        state, pool = self._state, self._state.pool
+        sid = state.sessions.new_sid()
+        attached = pool.cache.attach(sid, request.group, request.role, request.rank, request.ranks, now)
+        if attached.status != Status.OK:
+            return None, (attached.status, attached.text, None)
+        pool.write()
+        try:
+            lock_fd = self._locks.grant(sid)
+        except OSError as error:
+            pool.cache.detach(sid, True, now)
+            pool.write()
+            return None, (Status.BUSY, f"no lock for a session: {error}", None)
+        session = Session(sid, request.role, request.group, connection.take_pidfd(), connection)
+        state.sessions.add(session)
+        connection.tag = session
+        try:
+            connection.attached(
+                sid,
+                pool.pool_id,
+                state.server_gen,
+                pool.shape,
+                lock_fd,
+                pool.tables.read_fd,
+                complete=attached.complete,
+            )
+        finally:
+            # Its own copy goes at once: from now on only the client holds the lock (R19).
+            os.close(lock_fd)
+        state.counters.attaches += 1
+        log.info("attached %s %d/%d of group %s", request.role, request.rank, request.ranks, request.group)
+        return session, None
+
+
+_Refusal = tuple[Status, str, tuple[int, ...] | None]
+
+
+def _geometry(geometry: tuple[int, ...]) -> str:
+    return f"{geometry[0]} tokens a page, shards of {' + '.join(map(str, geometry[1:]))} bytes"

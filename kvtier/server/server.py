@@ -1,0 +1,294 @@
+"""The sidecar: one synchronous loop over the data socket, the attach socket, and the clients' processes.
+
+    server = Server(run_dir, pool_bytes)    # OwnedError, PreflightError, ConfigError: nothing is left behind
+    server.run()                            # until stop(), from any thread or a signal handler
+    server.close()
+
+One thread owns everything. Imports zmq, `core`, `shm`, `wire` and the ground floor; no torch. Always true:
+no bytes from outside stop the loop, and each request gets its reply (an unexpected error too), except what
+has too many parts, which is dropped and counted. Only a core whose invariants are broken stops the server:
+serving on could hand out another prompt's KV.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvtier.errors import Status
+from kvtier.server.admission import Admission
+from kvtier.server.answers import Answers
+from kvtier.server.sessions import Session
+from kvtier.server.state import State
+from kvtier.shm import preflight
+from kvtier.shm.attach import AttachRequest, Connection, Greeting, Listener
+from kvtier.shm.liveness import Liveness, OwnerLock, SessionLocks
+from kvtier.shm.rundir import ATTACH_SOCKET, DATA_SOCKET
+from kvtier.wire.codec import decode_request, encode_reply
+from kvtier.wire.messages import BadRequest, Reply
+from kvtier.wire.packing import MAX_MESSAGE_BYTES, MAX_PARTS
+
+HIGH_WATER_MARK = 64
+"""Messages that wait in one direction for one peer."""
+SWEEP_S = 1.0
+"""How often liveness, the heartbeat and a slice of the core's own check are due."""
+DOUBT_S = 0.05
+"""The same for liveness, while the end of a session is not proven yet."""
+CHECK_S = 0.001
+"""What a slice of the core's check may take (R18)."""
+_BURST = HIGH_WATER_MARK
+"""Requests answered in a row before everything else gets its turn."""
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """Owns the run directory from its making to `close()`. `patience_s`: R8.
+
+    The pool is made at the first attach, which brings the geometry; before that only the preflight is done.
+    """
+
+    def __init__(self, run_dir: str | Path, pool_bytes: int, *, patience_s: float = 10.0) -> None:
+        preflight.require(preflight.run(pool_bytes))
+        # Milliseconds since the epoch rise with each start (R1), without a file that outlives the server.
+        self._state = State(pool_bytes, server_gen=time.time_ns() // 1_000_000, patience_s=patience_s)
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watched_memory = -1
+        self._connections: set[Connection] = set()
+        self._owner = OwnerLock(run_dir)
+        try:
+            self.run_dir = Path(self._owner.run_dir)
+            self._locks = SessionLocks(self.run_dir)
+            self._router = self._bind()
+            self._listener = Listener(self.run_dir, Greeting(b"", self._state.server_gen))
+        except BaseException:
+            self._owner.release()
+            raise
+        self._answers = Answers(self._state)
+        self._admission = Admission(self._state, self._locks, self._pool_changed)
+        self._state.sessions.unwatch = self._unwatch
+        watch = self._selector.register
+        watch(self._bell, selectors.EVENT_READ, self._rung)
+        watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+        watch(int(self._router.getsockopt(zmq.FD)), selectors.EVENT_READ, None)
+
+    @property
+    def attach_path(self) -> Path:
+        return self.run_dir / ATTACH_SOCKET
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        self._context = zmq.Context(io_threads=1)
+        self._context.setsockopt(zmq.MAX_SOCKETS, 1023)
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # a reply that cannot be delivered is an error, and counted
+        router.setsockopt(zmq.BACKLOG, 512)
+        path = self.run_dir / DATA_SOCKET
+        # The owner lock is held: whatever lies there is of a server that is dead (R25).
+        path.unlink(missing_ok=True)
+        router.bind(f"ipc://{path}")
+        path.chmod(0o600)
+        return router
+
+    # --- life ---
+
+    def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop()`. `ready` is called once, when clients can attach."""
+        if ready is not None:
+            ready()
+        next_sweep = time.monotonic()
+        more = False
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= next_sweep:
+                next_sweep = now + self._sweep(now)
+            timeout_s = 0.0 if more else max(0.0, next_sweep - time.monotonic())
+            for key, _ in self._selector.select(timeout_s):
+                if key.data is not None:
+                    key.data()
+            more = self._drain()
+
+    def stop(self) -> None:
+        """End `run` soon. From any thread, or a signal handler."""
+        self._stopping = True
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Let go of everything and remove what was made. Bounded; once only.
+
+        Clients notice by the end of their connection, and keep what they have mapped.
+        """
+        self._listener.close()
+        for connection in list(self._connections):
+            self._hang_up(connection)
+        for session in self._state.sessions:
+            self._state.sessions.drop(session)
+        self._router.close(0)
+        self._context.term()
+        if self._state.formatted is not None:
+            self._state.formatted.close()
+        self._locks.close()
+        self._selector.close()
+        os.close(self._bell)
+        self._owner.release()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _rung(self) -> None:
+        os.eventfd_read(self._bell)
+
+    # --- the data socket ---
+
+    def _drain(self) -> bool:
+        """Answer what has come in; True when there may be more.
+
+        The socket's descriptor is edge-triggered: only after a receive that found nothing may the loop wait.
+        """
+        router = self._router
+        for _ in range(_BURST):
+            try:
+                parts = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._answer(parts)
+        return True
+
+    def _answer(self, parts: list[bytes]) -> None:
+        counters = self._state.counters
+        if len(parts) > 1 + MAX_PARTS:
+            counters.dropped_requests += 1
+            return
+        rid, gen = 0, self._state.server_gen
+        try:
+            if len(parts) != 2:
+                raise BadRequest(0, f"message of {len(parts) - 1} parts: a request has one")
+            request = decode_request(parts[1])
+            rid = request.rid
+            data = encode_reply(self._answers.answer(parts[0], request, time.monotonic()))
+        except BadRequest as error:
+            counters.bad_requests += 1
+            data = encode_reply(Reply(error.rid, gen, Status.BAD, str(error)))
+        except Exception:
+            counters.internal_errors += 1
+            log.exception("a request failed unexpectedly; checking the core")
+            if self._state.formatted is not None:
+                self._state.pool.cache.check()  # raises: the loop ends loudly rather than serve on
+            data = encode_reply(Reply(rid, gen, Status.BAD, "internal error: see the server's log"))
+        try:
+            self._router.send_multipart((parts[0], data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            counters.dropped_replies += 1
+
+    # --- the attach socket ---
+
+    def _accept(self) -> None:
+        for connection in self._listener.accept():
+            self._connections.add(connection)
+            self._selector.register(
+                connection.fileno(),
+                selectors.EVENT_READ,
+                lambda connection=connection: self._hear(connection),
+            )
+
+    def _hear(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return  # hung up earlier in this round
+        now = time.monotonic()
+        for message in connection.receive():
+            if isinstance(message, AttachRequest):
+                session = self._admission.attach(connection, message, now)
+                if session is not None:
+                    self._selector.register(
+                        session.pidfd, selectors.EVENT_READ, lambda session=session: self._exited(session)
+                    )
+            else:
+                self._admission.chunks(connection, message)
+        if connection.closed:
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        """The connection has ended. If its session has not, the session is in doubt from now on."""
+        self._connections.discard(connection)
+        self._selector.unregister(connection.fileno())
+        session = connection.tag
+        connection.close()
+        if isinstance(session, Session) and not self._stopping:
+            session.connection = None
+            if session.routing is None:
+                # It never said hello, so no lease, and no copy under one, was ever begun with it.
+                self._state.leave(session, True, time.monotonic())
+            else:
+                self._state.doubt(session)
+                self._probe(session)
+
+    def _pool_changed(self) -> None:
+        """The pool was formatted: tell newcomers its id, and watch the child that reserves it."""
+        if self._watched_memory >= 0:
+            self._selector.unregister(self._watched_memory)
+            self._watched_memory = -1
+        pool = self._state.formatted
+        self._listener.greeting = Greeting(b"" if pool is None else pool.pool_id, self._state.server_gen)
+        if pool is not None and pool.memory.fileno() >= 0:
+            self._watched_memory = pool.memory.fileno()
+            self._selector.register(self._watched_memory, selectors.EVENT_READ, self._reserved)
+
+    def _reserved(self) -> None:
+        """The reserving child reports: new frames go to the core, new chunks to those who wait."""
+        pool = self._state.pool
+        if pool.step():
+            for session in self._state.sessions:
+                if session.connection is not None:
+                    session.connection.send_chunks(pool.memory.chunks)
+            if pool.memory.error:
+                log.error("the pool stays at %d frames: %s", pool.memory.frames, pool.memory.error)
+        if pool.memory.finished:
+            self._selector.unregister(self._watched_memory)
+            self._watched_memory = -1
+
+    # --- who lives ---
+
+    def _exited(self, session: Session) -> None:
+        """The session's process has ended. Its files may still be open, in a forked child too (R20, R21)."""
+        if self._state.sessions.get(session.sid) is session:  # else it was ended earlier in this round
+            self._unwatch(session)
+            self._state.doubt(session)
+            self._probe(session)
+
+    def _probe(self, session: Session) -> None:
+        if self._locks.probe(session.sid, session.pidfd) is Liveness.DEAD:
+            self._state.bury(session, time.monotonic())
+
+    def _unwatch(self, session: Session) -> None:
+        """Its pidfd is watched no more."""
+        if session.pidfd in self._selector.get_map():
+            self._selector.unregister(session.pidfd)
+
+    def _sweep(self, now: float) -> float:
+        """What is due from time to time; seconds until the next."""
+        for session in self._state.sessions.doubted():
+            self._probe(session)
+        pool = self._state.formatted
+        if pool is not None:
+            pool.tables.beat(time.monotonic_ns())
+            pool.cache.check(CHECK_S)
+        return DOUBT_S if self._state.sessions.doubted() else SWEEP_S

@@ -1,0 +1,73 @@
+"""What the parts of the server share: the pool (once there is one), the sessions, and plain counters."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from kvtier.server.hostpool import HostPool
+from kvtier.server.sessions import Session, Sessions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to messages and attaches since the server started."""
+
+    requests: int = 0
+    bad_requests: int = 0
+    dropped_requests: int = 0
+    """Messages of too many parts: nothing was read of them."""
+    dropped_replies: int = 0
+    """The peer had gone, or did not read its replies."""
+    internal_errors: int = 0
+    attaches: int = 0
+    refused_attaches: int = 0
+    deaths: int = 0
+    formats: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """`server_gen`: rises with each server start (R1). `patience_s`: R8."""
+
+    pool_bytes: int
+    server_gen: int
+    patience_s: float
+    formatted: HostPool | None = None
+    sessions: Sessions = field(default_factory=Sessions)
+    counters: Counters = field(default_factory=Counters)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool, where there must be one: whoever has a session has a pool."""
+        if self.formatted is None:
+            raise RuntimeError("a session without a pool")
+        return self.formatted
+
+    def doubt(self, session: Session) -> None:
+        """The session may be dying: no new leases, nothing freed, until it is proven dead (R20)."""
+        if not session.doubted:
+            session.doubted = True
+            self.pool.cache.suspect(session.sid)
+            self.pool.write()
+
+    def bury(self, session: Session, now: float) -> None:
+        """The session's process is proven dead: its frames come back (R20)."""
+        self.pool.cache.died(session.sid, now)
+        self.pool.write()
+        self.sessions.drop(session)
+        self.counters.deaths += 1
+        log.warning("%s of group %s died: its leases are ended", session.role, session.group)
+
+    def leave(self, session: Session, quiet: bool, now: float) -> None:
+        """The session detaches. Without `quiet` what it holds waits for the proof of death (R11)."""
+        self.pool.cache.detach(session.sid, quiet, now)
+        self.pool.write()
+        if quiet:
+            self.sessions.drop(session)
+        else:
+            session.doubted = True
