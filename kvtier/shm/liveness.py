@@ -1,8 +1,9 @@
-"""Who lives: a lock per session and a pidfd prove a client's death (R19, R20); one lock names the owner (R25).
+"""Who lives: a lock per session and a pidfd prove a client's death (R19, R20); one lock names the owner
+(R25).
 
-Imports the standard library, `shm.rundir` and the ground floor. Always true: only a free lock *and* a readable
-pidfd are DEAD; whatever cannot be told is SUSPECT. Locks are open-file-description locks: they belong to the
-description, so they go when its last descriptor in any process does, and can be handed over.
+Imports the standard library, `shm.rundir` and the ground floor. Always true: only a free lock *and* a
+readable pidfd are DEAD; whatever cannot be told is SUSPECT. Locks are open-file-description locks: they
+belong to the description, so they go when its last descriptor in any process does, and can be handed over.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class SessionLocks:
         self._fd = self._open()
 
     def grant(self, sid: int) -> int:
-        """A new descriptor, on a description of its own that holds the session's lock. Send it, then close it (R19).
+        """A new descriptor, on a description of its own that holds the session's lock. Send it, then close it
+        (R19).
 
         UsageError when that session's lock is held already; OSError when the file cannot be opened anew.
         """
@@ -62,9 +64,7 @@ class SessionLocks:
 
     def is_free(self, sid: int) -> bool:
         """Is the session's lock held by nobody? OSError when it cannot be told."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _byte(sid), 1, 0)
-        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
-        return bool(_FLOCK.unpack(found)[0] == fcntl.F_UNLCK)
+        return lock_is_free(self._fd, _byte(sid))
 
     def probe(self, sid: int, pidfd: int) -> Liveness:
         """R20. `pidfd`: the client's. Never raises for a bad descriptor and never blocks."""
@@ -106,10 +106,11 @@ class OwnerLock:
                 if not try_lock(fd, 0):
                     pid = os.pread(fd, 64, 0).decode(errors="replace").split("\n")[0]
                     raise OwnedError(
-                        f"run directory {self.run_dir} belongs to the running sidecar of process {pid or 'unknown'}: "
-                        "use that one, stop it, or give this one another --run-dir"
+                        f"run directory {self.run_dir} belongs to the running sidecar of process "
+                        f"{pid or 'unknown'}: use that one, stop it, or give this one another --run-dir"
                     )
-                # The former owner may have removed the file between the open and the lock: then it locks nothing.
+                # The former owner may have removed the file between the open and the lock: then it locks
+                # nothing.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
                         break
@@ -168,6 +169,12 @@ def try_lock(fd: int, byte: int) -> bool:
             return False
         raise
     return True
+
+
+def lock_is_free(fd: int, byte: int) -> bool:
+    """Does no *other* description have this byte locked? OSError when it cannot be told."""
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_FLOCK.unpack(found)[0] == fcntl.F_UNLCK)
 
 
 def _byte(sid: int) -> int:

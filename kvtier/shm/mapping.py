@@ -1,7 +1,7 @@
 """Shared mappings as numpy arrays, through libc: what Python's `mmap` cannot do.
 
-`mmap.mmap` keeps a duplicate of the descriptor for as long as it lives (R28 wants them closed) and unmaps under
-arrays that point into it. Here the array owns the mapping: it goes when the last view of it does.
+`mmap.mmap` keeps a duplicate of the descriptor for as long as it lives (R28 wants them closed) and unmaps
+under arrays that point into it. Here the array owns the mapping: it goes when the last view of it does.
 Imports numpy and the standard library.
 """
 
@@ -62,7 +62,8 @@ def sealed_memfd(name: str, size: int) -> int:
 def map_shared(fd: int, size: int, *, writable: bool) -> Bytes:
     """uint8[size] over `fd`, shared, not inherited by a fork and not part of a core dump (R21).
 
-    `fd` may be closed afterwards. The array (and each view of it) keeps the mapping. OSError when the kernel refuses.
+    `fd` may be closed afterwards. The array (and each view of it) keeps the mapping. OSError when the kernel
+    refuses.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
@@ -83,7 +84,9 @@ def map_shared(fd: int, size: int, *, writable: bool) -> Bytes:
 
 
 def populate(array: Bytes, *, write: bool) -> bool:
-    """Fault a contiguous, page-aligned array in; the GIL is free meanwhile. False where the kernel cannot (before 5.14)."""
+    """Fault a contiguous, page-aligned array in; the GIL is free meanwhile. False where the kernel cannot
+    (before 5.14).
+    """
     advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
     return bool(_libc.madvise(array.ctypes.data, array.nbytes, advice) == 0)
 

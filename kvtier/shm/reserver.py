@@ -1,11 +1,12 @@
 """The child that reserves the pool's memory: run as a program of its own, standard library only (R29).
 
-`region.Pool` starts it with a socket as descriptor 3 and its own process id as argument. An order is `<QQ` (offset,
-length), with a descriptor when it is about another chunk than before; the report is `<Qi` (length, errno). For
-each order it takes the memory (`fallocate`, so that nobody meets SIGBUS) and touches it, which is the slow part.
+`region.Pool` starts it with a socket as descriptor 3 and its own process id as argument. An order is `<QQ`
+(offset, length), with a descriptor when it is about another chunk than before; the report is `<Qi` (length,
+errno). For each order it takes the memory (`fallocate`, so that nobody meets SIGBUS) and touches it, which is
+the slow part.
 
-The kernel kills where a memory limit is reached, it does not say ENOSPC: so this process asks to be the victim.
-It ends when the socket or its parent does.
+The kernel kills where a memory limit is reached, it does not say ENOSPC: so this process asks to be the
+victim. It ends when the socket or its parent does.
 """
 
 from __future__ import annotations
@@ -41,21 +42,24 @@ def main(parent: int) -> None:
     os.nice(10)
     orders = socket.socket(fileno=3)
     chunk = -1
-    while True:
-        data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
-        if len(data) != ORDER.size:
-            return
-        if fds:
-            if chunk >= 0:
-                os.close(chunk)
-            chunk = fds[0]
-        offset, length = ORDER.unpack(data)
-        try:
-            reserve(chunk, offset, length)
-            number = 0
-        except OSError as error:
-            number = error.errno or errno.EIO
-        orders.send(REPORT.pack(length, number))
+    try:
+        while True:
+            data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
+            if len(data) != ORDER.size:
+                return
+            if fds:
+                if chunk >= 0:
+                    os.close(chunk)
+                chunk = fds[0]
+            offset, length = ORDER.unpack(data)
+            try:
+                reserve(chunk, offset, length)
+                number = 0
+            except OSError as error:
+                number = error.errno or errno.EIO
+            orders.send(REPORT.pack(length, number))
+    except ConnectionError:
+        return  # the parent wants no more
 
 
 def reserve(fd: int, offset: int, length: int) -> None:

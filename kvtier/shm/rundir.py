@@ -1,7 +1,8 @@
 """The run directory, where a sidecar and its clients meet: private to one user, or refused.
 
-Imports the standard library and the ground floor. Always true of a directory that was accepted: it is no symbolic
-link, belongs to this user, and is closed to all others, so that only this user can have made what lies in it.
+Imports the standard library and the ground floor. Always true of a directory that was accepted: it is no
+symbolic link, belongs to this user, and is closed to all others, so that only this user can have made what
+lies in it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ MAX_SOCKET_PATH = 107
 def check_run_dir(path: Path | str) -> Path:
     """The absolute path of an existing run directory that is safe to use.
 
-    FileNotFoundError when there is none. ConfigError, with the remedy, for a symbolic link, another owner, permissions
-    for others, or a path too long for a socket.
+    FileNotFoundError when there is none. ConfigError, with the remedy, for a symbolic link, another owner,
+    permissions for others, or a path too long for a socket.
     """
     run_dir = Path(os.path.abspath(path))
     longest = os.fsencode(run_dir / ATTACH_SOCKET)
     if len(longest) > MAX_SOCKET_PATH:
         raise ConfigError(
-            f"run directory {run_dir}: {len(longest)} bytes for the socket's path, available {MAX_SOCKET_PATH}; "
-            "choose a shorter --run-dir (or KVTIER_RUN_DIR)"
+            f"run directory {run_dir}: {len(longest)} bytes for the socket's path, available "
+            f"{MAX_SOCKET_PATH}; choose a shorter --run-dir (or KVTIER_RUN_DIR)"
         )
     found = os.lstat(run_dir)
     if stat.S_ISLNK(found.st_mode):
@@ -48,7 +49,8 @@ def check_run_dir(path: Path | str) -> Path:
         )
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"run directory {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}, needed 0700: chmod 700 {run_dir}"
+            f"run directory {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}, needed 0700: "
+            f"chmod 700 {run_dir}"
         )
     return run_dir
 
@@ -64,7 +66,7 @@ def make_run_dir(path: Path | str) -> Path:
 
 
 def boot_id() -> str:
-    """Names this start of this machine; "" when it cannot be read. Processes on two hosts never share a pool."""
+    """Names this start of this machine; "" when it cannot be read. Two hosts never share a pool."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

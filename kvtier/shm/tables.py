@@ -1,17 +1,16 @@
-"""The tables beside the pool: header, sessions, leases, namespaces, and one 64-byte line per frame (R14, R16).
+"""Writing the tables beside the pool (R14, R15, R16): the server's side of `table_format`.
 
 One memfd, written by the server before each answer and mapped read-only by clients. `Tables.apply` takes the
-core's writes and is the only writer; each of its steps is one array operation or one store, in the order of R15,
-so that a SIGKILL between (or within) any two leaves tables that can be read again.
+core's writes and is the only writer; each of its steps is one array operation or one store, in the order of
+R15, so that a SIGKILL between (or within) any two leaves tables that can be read again.
 
-Imports numpy, `core.writes`, `shm` and the ground floor. Little-endian machines only: the state is the low
-byte of its word. Always true:
+Imports numpy, `core.writes`, `shm` and the ground floor. Always true:
 
-- A frame's word {gen 24, state 8} changes by single aligned stores only, of the word or of its state byte (which
-  cannot tear, nor touch the generation).
+- A frame's word {gen 24, state 8} changes by single aligned stores only, of the word or of its state byte
+  (which cannot tear, nor touch the generation).
 - A frame is WRITING, READY, DOOMED or QUARANTINED only while its other fields are whole.
-- A record counts only while its mark (the last field) is set; the mark is cleared before another use of the
-  record begins and set when it is whole. A record that counts changes by single aligned stores.
+- A record's mark is cleared before another use of the record begins, and set when it is whole. A record
+  that counts changes by single aligned stores.
 """
 
 from __future__ import annotations
@@ -27,114 +26,30 @@ import numpy.typing as npt
 
 from kvtier.config import format_size
 from kvtier.core import writes as w
-from kvtier.errors import ConfigError, PreflightError, ProtocolError
+from kvtier.errors import ConfigError, PreflightError
 from kvtier.keys import KEY_BYTES
-from kvtier.shm.mapping import Bytes, map_shared, sealed_memfd
-from kvtier.shm.region import PoolShape
-
-MAGIC = b"kvtierT\x01"
-FORMAT = 1
-
-Gens = npt.NDArray[np.uint32]
-
-# The fixed part of the header; `<Q` shard sizes follow it. Words that change while clients look are 8-aligned.
-_HEADER = struct.Struct("<8sQQQ16s32sIIIIIIII")
-_SERVER_GEN, _HEARTBEAT, _EPOCH, _ABSENT = 1, 2, 3, 14
-_SHARDS_AT = 128
-HEADER_BYTES = 4096
-MAX_SHARDS = (HEADER_BYTES - _SHARDS_AT) // 8
-
-SESSION = np.dtype(
-    {
-        "names": ["sid", "group_hash", "last_number", "rank", "ranks", "role"],
-        "formats": ["<u8", "V8", "<u8", "<u4", "<u4", "<u8"],
-        "offsets": [0, 8, 16, 24, 28, 32],
-        "itemsize": 64,
-    }
+from kvtier.shm.mapping import map_shared, sealed_memfd
+from kvtier.shm.shape import PoolShape
+from kvtier.shm.table_format import (
+    ABSENT,
+    EPOCH,
+    FORMAT,
+    FRAME,
+    HEADER,
+    HEARTBEAT,
+    MAGIC,
+    MAX_SHARDS,
+    SHARDS_AT,
+    TableArrays,
+    TableView,
+    table_bytes,
 )
-"""A session; `role` is its mark."""
 
-LEASE = np.dtype(
-    {
-        "names": ["sid", "number", "deepest_frame", "deepest_gen", "epoch", "quiet", "pages", "kind"],
-        "formats": ["<u8", "<u8", "<i4", "<u4", "<u8", "<u8", "<u8", "<u8"],
-        "offsets": [0, 8, 16, 20, 24, 32, 40, 48],
-        "itemsize": 64,
-    }
-)
-"""A lease; `kind` is its mark."""
-
-NAMESPACE = np.dtype(
-    {
-        "names": ["ns", "epoch", "used"],
-        "formats": ["V16", "<u8", "<u8"],
-        "offsets": [0, 16, 24],
-        "itemsize": 32,
-    }
-)
-"""A namespace; `used` is its mark."""
-
-FRAME = np.dtype(
-    {
-        "names": ["key", "tag", "checksum", "lease", "stamp", "parent", "word", "state"],
-        "formats": ["V32", "V8", "<u8", "<i4", "<u4", "<i4", "<u4", "u1"],
-        "offsets": [0, 32, 40, 48, 52, 56, 60, 60],
-        "itemsize": 64,
-    }
-)
-"""A frame's line. `tag`: first 8 bytes of the parent's key; `parent`: its frame, or -1 - namespace index.
-`checksum`: 0 until a tier has read the page. `state` is the low byte of `word`."""
+__all__ = ["TableView", "Tables"]
 
 _KEY = np.dtype("V32")
 _BODY = np.dtype("V60")  # a line without its word
 _SLAB = 4096  # lines of a claim that are laid out at a time
-
-
-class _Arrays:
-    """The parts of a mapped table as structured arrays (views, no copies)."""
-
-    def __init__(self, memory: Bytes, shape: PoolShape, sessions: int, leases: int, namespaces: int) -> None:
-        at = HEADER_BYTES
-
-        def part(dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-            nonlocal at
-            view = memory[at : at + count * dtype.itemsize].view(dtype)
-            at += view.nbytes
-            return view
-
-        self.shape = shape
-        self.sessions = part(SESSION, sessions)
-        self.leases = part(LEASE, leases)
-        self.namespaces = part(NAMESPACE, namespaces)
-        at = -(-at // 4096) * 4096
-        self.frames = part(FRAME, shape.frames)
-        self._header = memoryview(memory)[:HEADER_BYTES].cast("Q")
-        self._words = self.frames["word"]
-
-    @property
-    def heartbeat_ns(self) -> int:
-        """When the server last wrote its heartbeat (CLOCK_MONOTONIC)."""
-        return self._header[_HEARTBEAT]
-
-    @property
-    def server_gen(self) -> int:
-        return self._header[_SERVER_GEN]
-
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """The pool's epoch counter, and the epoch of namespaces without an entry."""
-        return self._header[_EPOCH], self._header[_ABSENT]
-
-    def gens(self, frames: npt.ArrayLike) -> Gens:
-        """uint32[n]: the generations of these frames now (R31). `frames`: int32 array or array('i'), n of them."""
-        words: Gens = self._words[np.asarray(frames, dtype=np.int32)]
-        words >>= 8
-        return words
-
-
-def _table_bytes(frames: int, sessions: int, leases: int, namespaces: int) -> int:
-    fixed = sessions * SESSION.itemsize + leases * LEASE.itemsize + namespaces * NAMESPACE.itemsize
-    return -(-(HEADER_BYTES + fixed) // 4096) * 4096 + frames * FRAME.itemsize
 
 
 def _column(lines: npt.NDArray[Any], dtype: npt.DTypeLike, offset: int) -> npt.NDArray[Any]:
@@ -155,7 +70,7 @@ class _Stage:
         self.bodies = _column(lines, _BODY, 0)
 
 
-class Tables(_Arrays):
+class Tables(TableArrays):
     """The server's tables: made once per pool, written by one thread.
 
     `fd` reads and writes, `read_fd` is the same memory on a read-only description (what clients get); both
@@ -173,12 +88,13 @@ class Tables(_Arrays):
         leases: int = 65_536,
         namespaces: int = 4_096,
     ) -> None:
-        """New, zeroed tables, reserved so that no write can fail later. `fingerprint`: of the layout that formatted the
-        pool (it refuses nobody). PreflightError when there is no memory for them, ConfigError for too many shards."""
+        """New, zeroed tables, reserved so that no write can fail later. `fingerprint`: of the layout that
+        formatted the pool (it refuses nobody). PreflightError when there is no memory for them, ConfigError
+        for too many shards."""
         if len(shape.shard_bytes) > MAX_SHARDS:
             raise ConfigError(f"{len(shape.shard_bytes)} shards: expected at most {MAX_SHARDS}")
         self.pool_id = os.urandom(16) if pool_id is None else pool_id
-        size = _table_bytes(shape.frames, sessions, leases, namespaces)
+        size = table_bytes(shape.frames, sessions, leases, namespaces)
         try:
             self.fd = sealed_memfd("kvtier-tables", size)
         except OSError as error:
@@ -191,7 +107,7 @@ class Tables(_Arrays):
             os.close(self.fd)
             raise PreflightError(f"tables of {format_size(size)}: {error}; give a smaller --size") from error
         super().__init__(memory, shape, sessions, leases, namespaces)
-        _HEADER.pack_into(
+        HEADER.pack_into(
             memory,
             0,
             bytes(8),
@@ -209,7 +125,7 @@ class Tables(_Arrays):
             leases,
             namespaces,
         )
-        struct.pack_into(f"<{len(shape.shard_bytes)}Q", memory, _SHARDS_AT, *shape.shard_bytes)
+        struct.pack_into(f"<{len(shape.shard_bytes)}Q", memory, SHARDS_AT, *shape.shard_bytes)
         # One store says that the rest is there.
         self._header[0] = int.from_bytes(MAGIC, "little")
 
@@ -250,7 +166,7 @@ class Tables(_Arrays):
 
     def beat(self, now_ns: int) -> None:
         """Write the heartbeat: nanoseconds of CLOCK_MONOTONIC."""
-        self._header[_HEARTBEAT] = now_ns
+        self._header[HEARTBEAT] = now_ns
 
     def close(self) -> None:
         """Closes both descriptors; the mapping goes with the last array of it. Idempotent."""
@@ -367,51 +283,7 @@ class Tables(_Arrays):
         yield
 
     def _pool_epoch(self, write: w.PoolEpoch) -> Iterator[None]:
-        self._header[_EPOCH] = write.counter
+        self._header[EPOCH] = write.counter
         yield
-        self._header[_ABSENT] = write.absent
+        self._header[ABSENT] = write.absent
         yield
-
-
-class TableView(_Arrays):
-    """A client's read-only look at the tables. `fd` is closed once it is mapped, also on error.
-
-    ProtocolError when the bytes are not tables of this format, or fewer than they say.
-    """
-
-    def __init__(self, fd: int) -> None:
-        try:
-            size = os.fstat(fd).st_size
-            if size < HEADER_BYTES:
-                raise ProtocolError(f"tables of {size} bytes: expected at least {HEADER_BYTES}")
-            memory = map_shared(fd, size, writable=False)
-        except OSError as error:
-            raise ProtocolError(f"tables: {error}") from error
-        finally:
-            os.close(fd)
-        (
-            magic,
-            _,
-            _,
-            _,
-            self.pool_id,
-            self.fingerprint,
-            number,
-            tokens,
-            frames,
-            chunk_frames,
-            shards,
-            *counts,
-        ) = _HEADER.unpack_from(memory)
-        if magic != MAGIC or number != FORMAT:
-            raise ProtocolError(f"tables begin with {magic!r}, format {number}: expected {MAGIC!r}, {FORMAT}")
-        if not 1 <= shards <= MAX_SHARDS or _table_bytes(frames, *counts) != size:
-            raise ProtocolError(
-                f"tables of {size} bytes, {shards} shards: expected {_table_bytes(frames, *counts)} bytes"
-            )
-        sizes = struct.unpack_from(f"<{shards}Q", memory, _SHARDS_AT)
-        try:
-            shape = PoolShape((tokens, *sizes), frames, chunk_frames)
-        except ConfigError as error:
-            raise ProtocolError(f"tables: {error}") from error
-        super().__init__(memory, shape, *counts)
