@@ -133,7 +133,11 @@ def warm_up(engine: Engine) -> None:
     hold = torch.full((64,), engine.memory.HOLD_TOKEN_MEMINDEX)
     for _ in range(2):
         engine.model.forward(
-            torch.zeros(64, dtype=torch.long), torch.arange(64), hold, [Span(64, hold)], engine.memory.kv_buffer.__getitem__
+            torch.zeros(64, dtype=torch.long),
+            torch.arange(64),
+            hold,
+            [Span(64, hold)],
+            engine.memory.kv_buffer.__getitem__,
         )
     engine.memory.kv_buffer[:, engine.memory.HOLD_TOKEN_MEMINDEX] = 0
 

@@ -13,7 +13,8 @@ One engine is one thread. A request passes through these phases, and each `step(
 How the same answer comes out bit by bit, wherever the KV came from: the last chunk of a prefill always starts at
 `tail`, the last whole page of the host's pool that leaves a token to compute, and nothing is reused beyond
 it. So the first logits come from a call with the same shapes over the same bytes, whether the context was
-computed in chunks just now, lay on the device, or was loaded.
+computed in chunks just now, lay on the device, or was loaded. (KV that *another* prompt left, whose chunks
+ended elsewhere, is the same up to rounding, as in every engine.)
 """
 
 from __future__ import annotations
@@ -256,7 +257,9 @@ class Engine:
                 if slot is not None:
                     batch.append((request, int(slot[0])))
                     break
-                self._preempt(self.running[-1])  # the youngest, in the end this one; none of them is in the batch
+                self._preempt(
+                    self.running[-1]
+                )  # the youngest, in the end this one; none of them is in the batch
         if not batch:
             return False
         logits = self.model.forward(
@@ -281,8 +284,10 @@ class Engine:
         request.offered = whole
         task = self.worker.offload(request.id, request.chain, self.tasks.slots(request.id, 0, whole))
         if not task.final:
-            first = task.start_page * self.page_tokens
-            self.copies[task.id] = request, self.tasks.hold_offload(request.id, first, whole)
+            first, last = (
+                page * self.page_tokens for page in (task.start_page, task.start_page + task.pages)
+            )
+            self.copies[task.id] = request, self.tasks.hold_offload(request.id, first, last)
 
     def _emit(self, request: Request, logits: Tensor) -> None:
         if request.first_logits is None:
@@ -332,4 +337,5 @@ class Engine:
             else:  # nothing of it may be used: the same tokens are computed into the same slots
                 request.miss_reason = f"load {task.state.value}: {task.reason}"
         elif isinstance(task, OffloadTask) and task.reason:  # less than offered: try the rest again later
-            request.offered = min(request.offered, (task.start_page + task.pages) * self.page_tokens)
+            stored = task.start_page + task.pages * (task.state is TaskState.DONE)
+            request.offered = min(request.offered, stored * self.page_tokens)
