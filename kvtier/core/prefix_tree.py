@@ -19,7 +19,7 @@ Always true, and checked by `check()`:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.core.checks import require
@@ -213,7 +213,7 @@ class PrefixTree:
         width = self.width
         if not count or len(keys) != count * width or len(values) != count * VALUE_BYTES:
             raise UsageError(
-                f"{len(keys)} bytes of keys, {len(values)} of values: expected {width} and {VALUE_BYTES} a page"
+                f"{len(keys)} bytes of keys, {len(values)} of values: expected {width} and 4 a page"
             )
         key = keys[:width]
         children = parent.children
@@ -433,11 +433,58 @@ class PrefixTree:
         self._cut(node, keep)
         return dropped
 
+    def cut(self, top: Node) -> list[Node]:
+        """Take out `top` and all below it, pins and all; returned parents first, no longer linked.
+
+        Whoever pinned one of them must not unpin it any more. O(nodes) of what goes.
+        """
+        parent = top.parent
+        if parent is None:
+            raise UsageError("a root cannot be cut off")
+        nodes = list(self.walk(top))
+        for node in nodes:
+            self.pages -= node.count
+            if node.holds:
+                self.held -= node.count
+            elif not node.children:
+                self.policy.remove(node)
+        for node in nodes:
+            node.root.total -= node.count
+            node.parent = None
+            node.children = None
+        self.nodes -= len(nodes)
+        children = _children(parent)
+        del children[top.key]
+        was_held = parent.holds > 0
+        at: Node | None = parent
+        while at is not None and top.holds:
+            at.holds -= top.holds
+            if not at.holds:
+                self.held -= at.count
+            at = at.parent
+        if not parent.holds and not children and parent.parent is not None:
+            if was_held:
+                self.policy.add(parent)
+            else:
+                self.policy.add_reopened(parent, False)
+        return nodes
+
+    def refill(self, node: Node, values: bytes) -> None:
+        """Give `node` other values for the same keys; everything else stays (R8)."""
+        if len(values) != len(node.values):
+            raise UsageError(f"{len(values)} bytes of values: expected {len(node.values)}")
+        node.values = values
+
     # -- self-check ----------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise BrokenInvariantError for the first broken invariant. O(pages); for tests and idle times."""
-        pages = held = nodes = idle = 0
+    def check(self, apart: Sequence[Node] = ()) -> None:
+        """Raise BrokenInvariantError for the first broken invariant. O(pages); for tests and idle times.
+
+        `apart`: nodes that are under no root any more but still in the policy and in `nodes`.
+        """
+        pages = held = 0
+        nodes = len(apart)
+        idle = sum(1 for node in apart if not node.children)
         for root in self.roots:
             total = 0
             for node in self.walk(root):
@@ -453,7 +500,7 @@ class PrefixTree:
             pages += total
         require(pages == self.pages, f"{self.pages} pages counted, {pages} there")
         require(held == self.held, f"{self.held} held pages counted, {held} there")
-        require(nodes == self.nodes, f"{self.nodes} nodes counted, {nodes} there")
+        require(nodes <= self.nodes, f"{self.nodes} nodes counted, {nodes} there")
         require(idle == len(self.policy), f"{len(self.policy)} leaves in the policy, {idle} idle")
 
     def check_node(self, node: Node) -> None:
