@@ -27,7 +27,7 @@ class Counters:
             self.missed[reason] = self.missed.get(reason, 0) + asked - hit
 
     def as_dict(self, prefix: str = "") -> dict[str, int]:
-        """All counters by name: `<prefix>asked`, `<prefix>hit`, `<prefix>missed_<reason>`."""
-        counts = {f"{prefix}asked": self.asked, f"{prefix}hit": self.hit}
+        """All counters by name: `<prefix>asked`, `<prefix>hits`, `<prefix>missed_<reason>`."""
+        counts = {f"{prefix}asked": self.asked, f"{prefix}hits": self.hit}
         counts.update({f"{prefix}missed_{reason}": n for reason, n in sorted(self.missed.items())})
         return counts

@@ -88,7 +88,7 @@ class HostCache:
         self._doomed = 0
         self._quarantined = 0
         self._counts = Counters()
-        self._stored = self._evicted = self._dropped = self._superseded = 0
+        self._stored = self._evicted = self._dropped = self._superseded = self._unused = 0
         self._store_asked = self._store_taken = 0
         self._slices: Iterator[None] | None = None
 
@@ -112,6 +112,11 @@ class HostCache:
                 SessionRecord(session.slot, sid, session.role, rank, ranks, session.group.hash, session.last)
             )
         return attached
+
+    def complete(self, sid: int) -> bool:
+        """Whether all of the session's group are attached, so that it gets leases (R2)."""
+        session = self._sessions.by_sid.get(sid)
+        return session is not None and not session.group.refusal()
 
     def mapped(self, sid: int, limit: int) -> Status:
         """This session maps the frames below `limit`; leases give only what all of the group map (R28)."""
@@ -245,7 +250,7 @@ class HostCache:
         lease.node = node
         self._charge(lease, pages)
         self._writes.append(lease.record(pages))
-        self._counts.add(total - first, pages - first, reason)
+        lease.asked, lease.hit, lease.reason = total - first, pages - first, reason
         return LoadGrant(Status.OK, frames[first:pages], epoch, match.pages, reason)
 
     def _pending(self, space: Space, match: Match, keys: bytes) -> int:
@@ -477,6 +482,10 @@ class HostCache:
         lease.ended = True
         lease.quiet |= quiet
         visible = 0
+        if lease.kind == LOAD and whole:
+            self._counts.add(lease.asked, lease.hit, lease.reason)
+        elif lease.kind == LOAD:
+            self._unused += lease.hit
         if lease.kind == STORE and lease.node is not None:
             own = lease.own()
             if whole and lease.quiet == lease.session.group.everyone:
@@ -507,7 +516,7 @@ class HostCache:
         return len(frames) if above is not None and above.parent is None else 0
 
     def _doom(self, top: Node) -> int:
-        """Take `top`, which is being written, and all below out of the tree (R7); how many READY pages went."""
+        """Take `top`, being written, and all below out of the tree (R7); how many READY pages went."""
         tree = self._tree
         parent = cast(Node, top.parent)
         freed = array("i")
@@ -622,7 +631,11 @@ class HostCache:
         return writes
 
     def stats(self) -> dict[str, int]:
-        """Counts for people and metrics; pages unless the name says otherwise."""
+        """Counts for people and metrics; pages unless the name says otherwise.
+
+        `hits` are pages of loads that were finished, `unused` of loads given back by `abort`; `asked`
+        is `hits` and all `missed_<reason>`.
+        """
         tree = self._tree
         return {
             "frames": self._free.total,
@@ -640,7 +653,8 @@ class HostCache:
             "leases": len(self._leases),
             "namespaces": len(self._spaces.by_ns),
             "epoch": self._spaces.counter,
-            **self._counts.as_dict("load_"),
+            **self._counts.as_dict(),
+            "unused": self._unused,
             "store_asked": self._store_asked,
             "store_taken": self._store_taken,
             "stored": self._stored,

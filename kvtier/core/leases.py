@@ -22,20 +22,23 @@ class Lease:
     `node`: where its pin ends, None when it has none any more. A store's own pages in the tree are the
     nodes from `node` upwards that it owns. `out`: frames of its own that have left the tree (DOOMED, or
     QUARANTINED once `ended`). `quiet`: bits of movers known to be done. `charge`: pages that count against
-    the session's cap.
+    the session's cap. `asked`, `hit` and `reason` of a load are counted when it is finished.
     """
 
     __slots__ = (
+        "asked",
         "charge",
         "dropped",
         "ended",
         "index",
+        "hit",
         "kind",
         "node",
         "number",
         "out",
         "quarantined",
         "quiet",
+        "reason",
         "session",
         "since",
         "space",
@@ -59,6 +62,9 @@ class Lease:
         self.dropped = 0
         self.superseded = 0
         self.charge = 0
+        self.asked = 0
+        self.hit = 0
+        self.reason = ""
 
     @property
     def settled(self) -> bool:

@@ -23,7 +23,7 @@ ROLES = {"planner": PLANNER, "mover": MOVER}
 
 
 class Session:
-    """One attach. `mapped`: it maps the frames below, -1 when it never said. `charge`: pages that it holds."""
+    """One attach. `mapped`: it maps the frames below it; -1: it never said. `charge`: pages that it holds."""
 
     __slots__ = (
         "charge",
