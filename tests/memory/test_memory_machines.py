@@ -24,6 +24,7 @@ from kvtier.memory.task_cache import CopyHold, TaskCacheManager
 
 SIZE = 12
 PAGE = 2
+SELDOM = st.sampled_from([False] * 12 + [True])
 FORMS = st.sampled_from([list, np.array, lambda s: np.array(s, np.int64), lambda s: torch.tensor(s)])
 
 
@@ -72,8 +73,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         else:
             self.slots.resize(size)
 
-    @rule()
-    def free_all(self) -> None:
+    @rule(now=SELDOM)
+    def free_all(self, now: bool) -> None:
+        if not now:
+            return
         self.slots.free_all()
         self.used.clear()
 
@@ -190,7 +193,14 @@ class PageMachine(RuleBasedStateMachine):
 
 Chain = tuple[bytes, tuple[int, ...]]
 
-TOKENS = st.lists(st.integers(0, 1), max_size=6 * PAGE)
+# Prompts that share heads: a part of one of three texts, and a few tokens of their own.
+TEXTS = ([0] * 6 * PAGE, [1] * 6 * PAGE, [0, 1] * 3 * PAGE)
+TOKENS = st.builds(
+    lambda text, length, own: (text[:length] + own)[: 6 * PAGE],
+    st.sampled_from(TEXTS),
+    st.integers(0, 6 * PAGE),
+    st.lists(st.integers(0, 1), max_size=3),
+)
 SPACES = st.sampled_from([b"", b"x"])
 
 
@@ -252,6 +262,14 @@ class RadixMachine(RuleBasedStateMachine):
             chains |= heads(prefix.namespace, tokens, shared[0])
         return chains
 
+    @rule(tokens=TOKENS, space=SPACES)
+    def whole_life(self, tokens: list[int], space: bytes) -> None:
+        before = len(self.tasks)
+        self.lookup(tokens, space, None)
+        if len(self.tasks) > before:
+            self.record_part(len(self.tasks) - 1, len(self.tasks[-1][2]))
+            self.end_of(len(self.tasks) - 1)
+
     @rule(tokens=TOKENS, space=SPACES, limit=st.none() | st.integers(-1, 6 * PAGE))
     def lookup(self, tokens: list[int], space: bytes, limit: int | None) -> None:
         most = len(tokens) - 1 if limit is None else min(len(tokens) - 1, limit)
@@ -268,8 +286,11 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tasks)
     @rule(data=st.data())
     def record(self, data: st.DataObject) -> None:
-        prefix, tokens, pages, shared = data.draw(st.sampled_from(self.tasks))
-        count = data.draw(st.integers(0, len(pages)))
+        index = data.draw(st.integers(0, len(self.tasks) - 1))
+        self.record_part(index, data.draw(st.integers(0, len(self.tasks[index][2]))))
+
+    def record_part(self, index: int, count: int) -> None:
+        prefix, tokens, pages, shared = self.tasks[index]
         new = self.cache.record(prefix, tokens[: count * PAGE], np.array(pages[:count], np.int32))
         if count > shared[0]:
             assert new == self.model.record(prefix.namespace, tokens, pages[:count])
@@ -280,7 +301,10 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tasks)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        prefix, _, pages, _ = self.tasks.pop(data.draw(st.integers(0, len(self.tasks) - 1)))
+        self.end_of(data.draw(st.integers(0, len(self.tasks) - 1)))
+
+    def end_of(self, index: int) -> None:
+        prefix, _, pages, _ = self.tasks.pop(index)
         self.allocator.free(pages)
         self.cache.release(prefix)
 
@@ -306,8 +330,10 @@ class RadixMachine(RuleBasedStateMachine):
         assert len(set(victims.tolist())) == count
         self.model.remove(victims.tolist(), pinned)
 
-    @rule()
-    def flush(self) -> None:
+    @rule(now=SELDOM)
+    def flush(self, now: bool) -> None:
+        if not now:
+            return
         in_use = {page for _, _, pages, _ in self.tasks for page in pages}
         freed = self.cache.flush()
         assert freed == len(set(self.model.pages.values()) - in_use)
@@ -428,6 +454,13 @@ class ManagerMachine(RuleBasedStateMachine):
         assert state.pages[: len(expected)].tolist() == expected
         self.tokens[name], self.spaces[name], self.shared[name] = list(tokens), space, len(expected)
 
+    @rule(tokens=TOKENS.filter(bool), space=SPACES)
+    def whole_life(self, tokens: list[int], space: bytes) -> None:
+        self.begin(tokens, space, None)
+        if self.names in self.tokens:
+            self.compute_to(self.names, len(tokens))
+            self.end_of(self.names)
+
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=3))
     def extend(self, data: st.DataObject, tokens: list[int]) -> None:
@@ -453,9 +486,14 @@ class ManagerMachine(RuleBasedStateMachine):
         if filled == length:
             return
         stop = data.draw(st.integers(filled + 1, length))
-        values = self.kv(self.spaces[name], self.tokens[name], filled, stop)
-        self.write(self.tasks.write_slots(name, filled, stop), values)
-        self.fill(name, stop)
+        self.compute_to(name, stop)
+
+    def compute_to(self, name: int, stop: int) -> None:
+        filled = self.tasks.state(name).filled
+        if filled < stop:
+            values = self.kv(self.spaces[name], self.tokens[name], filled, stop)
+            self.write(self.tasks.write_slots(name, filled, stop), values)
+            self.fill(name, stop)
 
     @precondition(lambda self: any(not self.loading(name) for name in self.tokens))
     @rule(data=st.data())
@@ -497,7 +535,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.end_of(data.draw(st.sampled_from(sorted(self.tokens))))
+
+    def end_of(self, name: int) -> None:
         chains = heads(self.spaces[name], self.tokens[name], self.shared[name])
         for copy in self.copies:
             if copy.name == name and name not in self.stale:
@@ -507,8 +547,10 @@ class ManagerMachine(RuleBasedStateMachine):
             del kept[name]  # type: ignore[attr-defined]
         self.stale.discard(name)
 
-    @rule()
-    def flush(self) -> None:
+    @rule(now=SELDOM)
+    def flush(self, now: bool) -> None:
+        if not now:
+            return
         self.tasks.flush()
         self.model.pages.clear()
         self.stale |= set(self.tokens)
