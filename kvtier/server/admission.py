@@ -16,8 +16,8 @@ from kvtier.server.sessions import Session
 from kvtier.server.state import State
 from kvtier.shm.attach import VERSION, AttachRequest, ChunksRequest, Connection
 from kvtier.shm.liveness import SessionLocks
-from kvtier.shm.region import PoolShape
 from kvtier.shm.rundir import boot_id
+from kvtier.shm.shape import PoolShape
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,10 @@ class Admission:
         """Answer one attach request: the new session, or None when it was refused."""
         refusal = self._unfit(connection, request) or self._format(request)
         if refusal is None:
-            session, refusal = self._admit(connection, request, now)
-            if session is not None:
-                return session
+            admitted = self._admit(connection, request, now)
+            if isinstance(admitted, Session):
+                return admitted
+            refusal = admitted
         status, text, geometry = refusal
         self._state.counters.refused_attaches += 1
         log.warning("refused %s %d of group %s: %s", request.role, request.rank, request.group, text)
@@ -111,21 +112,19 @@ class Admission:
         self._pool_changed()
         return None
 
-    def _admit(
-        self, connection: Connection, request: AttachRequest, now: float
-    ) -> tuple[Session, None] | tuple[None, _Refusal]:
+    def _admit(self, connection: Connection, request: AttachRequest, now: float) -> Session | _Refusal:
         state, pool = self._state, self._state.pool
         sid = state.sessions.new_sid()
         attached = pool.cache.attach(sid, request.group, request.role, request.rank, request.ranks, now)
         if attached.status != Status.OK:
-            return None, (attached.status, attached.text, None)
+            return attached.status, attached.text, None
         pool.write()
         try:
             lock_fd = self._locks.grant(sid)
         except OSError as error:
             pool.cache.detach(sid, True, now)
             pool.write()
-            return None, (Status.BUSY, f"no lock for a session: {error}", None)
+            return Status.BUSY, f"no lock for a session: {error}", None
         session = Session(sid, request.role, request.group, connection.take_pidfd(), connection)
         state.sessions.add(session)
         connection.tag = session
@@ -144,7 +143,7 @@ class Admission:
             os.close(lock_fd)
         state.counters.attaches += 1
         log.info("attached %s %d/%d of group %s", request.role, request.rank, request.ranks, request.group)
-        return session, None
+        return session
 
 
 _Refusal = tuple[Status, str, tuple[int, ...] | None]

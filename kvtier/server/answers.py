@@ -217,6 +217,7 @@ class Answers:
 
     def _flush(self, session: Session, body: Flush, now: float) -> ReplyBody:
         flushed = self._state.pool.cache.flush(body.ns or None, now)
+        self._state.pool.cleaning = True
         self._state.pool.write()
         return FlushReply(flushed.freed, flushed.doomed, flushed.epoch)
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from kvtier.core.host_cache import HostCache
 from kvtier.shm import preflight
-from kvtier.shm.region import Pool, PoolShape
+from kvtier.shm.region import Pool
+from kvtier.shm.shape import PoolShape
 from kvtier.shm.tables import Tables
 
 
@@ -31,9 +32,10 @@ class HostPool:
         server_gen: int,
         patience_s: float,
     ) -> None:
+        self.cleaning = False
         self.shape = PoolShape.of(geometry, pool_bytes)
         self.cache = HostCache(self.shape.frames, patience_s=patience_s)
-        self.tables = Tables.create(self.shape, fingerprint=fingerprint, server_gen=server_gen)
+        self.tables = Tables(self.shape, fingerprint=fingerprint, server_gen=server_gen)
         try:
             self.memory = Pool(self.shape, headroom=preflight.headroom)
         except BaseException:
@@ -49,6 +51,12 @@ class HostPool:
         writes = self.cache.take_writes()
         if writes:
             self.tables.apply(writes)
+
+    def clean(self, pages: int) -> bool:
+        """Free about `pages` of the pages that a flush has left behind; True while there are more (R18)."""
+        self.cleaning = self.cache.sweep(pages) > 0
+        self.write()
+        return self.cleaning
 
     def step(self) -> bool:
         """Take up what the reserving child has done; True when there are new frames, or it is finished."""

@@ -85,7 +85,7 @@ class BeginLoad:
 @dataclass(frozen=True, slots=True)
 class StoreChain:
     """One store: `keys` from the chain's first page to the last that is to be stored; `epoch`: the
-    namespace's, as last heard (R13), 0 when not heard yet."""
+    namespace's, as told by the look-up or load that the KV goes back to (R13)."""
 
     number: int
     ns: bytes
