@@ -20,7 +20,7 @@ import time
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy.typing as npt
 
@@ -47,6 +47,8 @@ ATTACH_WAIT_S = 2.0
 ENDS_WAIT_S = 0.25
 """How long `close` waits for the sidecar to acknowledge ends; detaching says them all once more."""
 _SLICE_S = 0.001
+
+SomeTask = TypeVar("SomeTask", bound=Task)
 
 
 class Worker:
@@ -223,7 +225,7 @@ class Worker:
             self._mover.mark(stream)
             self._mover.apply(plan)
 
-    def _kept(self, task: Any) -> Any:
+    def _kept(self, task: SomeTask) -> SomeTask:
         task._waiter = self._wait
         self._tasks[task.id] = task
         return task

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.errors import UsageError
 from kvtier.planner.records import Record
@@ -28,13 +28,14 @@ class Job:
     nbytes: int
     number: int = 0
     attachment: int = 0
-    frames: Frames = NO_FRAMES
-    gens: Gens = NO_GENS
-    units: Int32 = NO_FRAMES
+    frames: Frames = field(default_factory=lambda: NO_FRAMES)
+    gens: Gens = field(default_factory=lambda: NO_GENS)
+    units: Int32 = field(default_factory=lambda: NO_FRAMES)
     first: int = 0
     seq: int = 0
     ns: bytes = b""
     keys: bytes = b""
+    asked_epoch: bool = False
 
     @property
     def kind(self) -> Kind:

@@ -12,28 +12,31 @@ from dataclasses import dataclass, field
 
 MISSES = (
     "absent",  # the host does not have the page
+    "pending",  # it, or one before it, is being written
     "short",  # fewer tokens than min_load_tokens would be brought
     "partial",  # the last page is not whole, so it has no key
     "held",  # requests not yet admitted hold a quarter of the pool already
     "late",  # no answer within lookup_ms
     "away",  # no sidecar
-    "busy",  # the sidecar refused: a cap, or the group's movers are not all there yet
-    "refused",  # any other answer; the log says which
+    "cap",  # the session has as many frames pinned as it may
+    "incomplete",  # not all movers of the group are attached yet
+    "unmapped",  # a mover has not mapped that part of the pool yet
 )
-"""Why a token that was asked for was not offered by `lookup`."""
+"""Why a token that was asked for was not offered by `lookup`; other words are the sidecar's own."""
 
 SKIPS = (
     "inflight",  # max_inflight_bytes were under way
     "full",  # the pool had no frame that could be taken
-    "busy",  # a cap of the sidecar's, or the group's movers are not all there yet
+    "cap",  # the session has as many frames pinned as it may
+    "incomplete",  # not all movers of the group are attached yet
+    "unmapped",  # a mover has not mapped that part of the pool yet
     "away",  # no sidecar, or no answer in time
     "hole",  # an earlier page has been evicted since; it comes first at the next try
     "flushed",  # the namespace was flushed after the request's look-up
     "cancelled",
     "gone",  # the sidecar was lost before the copy began
-    "refused",  # any other answer; the log says which
 )
-"""Why a page that was offered was not stored."""
+"""Why a page that was offered was not stored; other words are the sidecar's own."""
 
 
 @dataclass(frozen=True)

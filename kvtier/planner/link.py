@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvtier.client import CacheClient
 from kvtier.planner.counters import Counters
-from kvtier.wire.messages import Abort, BeginLoad, BeginStore, End, Ended, EndReply, Finish, Reply
+from kvtier.wire.messages import Abort, BeginLoad, BeginStore, End, Ended, EndReply, Finish, Lookup, Reply
 
 log = logging.getLogger("kvtier")
 
@@ -39,8 +39,8 @@ class Link:
         self.now = clock
         self.attachment = client.attachment_no
 
-    def post(self, body: BeginLoad | BeginStore, handler: Handler) -> bool:
-        """Post a begin; False when there is nobody to post to, and then `handler` is not called."""
+    def post(self, body: BeginLoad | BeginStore | Lookup, handler: Handler) -> bool:
+        """Post a question; False when there is nobody to post to, and then `handler` is not called."""
         self.flush_ends()
         return self._post(body, handler)
 
@@ -93,7 +93,7 @@ class Link:
         """Block until a reply may have come, at most `timeout_s`."""
         self._client.wait(timeout_s)
 
-    def _post(self, body: BeginLoad | BeginStore | Finish | Abort, handler: Handler) -> bool:
+    def _post(self, body: BeginLoad | BeginStore | Lookup | Finish | Abort, handler: Handler) -> bool:
         if not self._client.attached:
             return False
         rid = self._client.post(body)

@@ -8,6 +8,7 @@ request; a lease is a record's `answer`, or has been handed to a load, or has be
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.client import CacheClient
@@ -18,7 +19,7 @@ from kvtier.planner.counters import Counters, Outcome
 from kvtier.planner.link import Link
 from kvtier.planner.records import Question, Record
 from kvtier.tasks import Hit
-from kvtier.wire.messages import MAX_KEYS, BeginLoad, LoadChain, LoadReply, Reply
+from kvtier.wire.messages import MAX_KEYS, BeginLoad, LoadChain, LoadReply, Lookup, LookupReply, Reply
 
 log = logging.getLogger("kvtier")
 
@@ -65,8 +66,21 @@ class Lookups:
         if not self._client.attached:
             return
         want = self._want(chain, 0, None)
-        if want.keyed >= self._least_tokens and self._reach(record, want) >= self._least_tokens:
+        if self._reach(record, want) >= self._least_tokens:
             self._post(record, want, chain.keys)
+        else:
+            self.learn(record, chain.namespace, chain.keys)
+
+    def learn(self, record: Record, ns: bytes, keys: bytes) -> bool:
+        """Ask for what a store must know, without a lease: the namespace's epoch, and what is there already.
+
+        True when the answer is on its way, or has come.
+        """
+        if record.epoch or record.asked is not None or record.learning:
+            return True
+        question = Lookup(ns, keys[: MAX_KEYS * KEY_BYTES])
+        record.learning = self._link.post(question, partial(self._learned, record))
+        return record.learning
 
     def lookup(
         self, record: Record, chain: PageChain, computed: int, wait_s: float, limit: int | None
@@ -101,7 +115,7 @@ class Lookups:
             self._link.wait(deadline - now)
             self._link.poll()
             now = self._link.now()
-        if now - record.since >= self._patience_s:
+        if now >= record.since + self._patience_s:
             return self._give_up(record, want, keys, "late")
         return None
 
@@ -163,7 +177,7 @@ class Lookups:
             at_least=max(1, min(want.least, pages - want.first)),
         )
         chain = LoadChain(question.number, question.ns, question.keys, question.first, question.at_least)
-        if not self._link.post(BeginLoad((chain,)), lambda reply: self._answered(record, question, reply)):
+        if not self._link.post(BeginLoad((chain,)), partial(self._answered, record, question)):
             return False
         self._set_asked(record, question)
         return True
@@ -184,11 +198,18 @@ class Lookups:
             record.next_page = max(record.next_page, grant.ready)
             if status is Status.OK:
                 question.frames, question.gens = grant.frames, grant.gens
-        question.reason = _REASONS.get(status, "refused")
+        word = "" if grant is None else grant.reason
+        question.reason = _SHORTER.get(word, word) or _WORDS.get(status, "refused")
         if question.reason == "refused":
             text = reply.text if grant is None else grant.text
             log.debug("a look-up was answered with %s: %s", status.name, text)
         self._set_answer(record, question)
+
+    def _learned(self, record: Record, reply: Reply) -> None:
+        record.learning = False
+        if isinstance(reply.body, LookupReply) and reply.status is Status.OK:
+            record.epoch = reply.body.epoch
+            record.next_page = max(record.next_page, reply.body.ready)
 
     # --- deciding ---
 
@@ -225,19 +246,13 @@ class Lookups:
         if not enough:
             granted = want.computed
         asked = max(self._inside(want, len(answer.keys) // KEY_BYTES), granted)
-        ready = min(max(self._inside(want, answer.ready), granted), asked)
-        unlisted = answer.reason if answer.reason in ("away", "late", "busy", "refused") else "absent"
+        why = answer.reason or "absent"
         missed = {"partial": want.end - want.keyed, "held": want.keyed - asked}
-        for reason, count in (
-            (unlisted, asked - ready),
-            ("short" if not enough else "busy", ready - granted),
-        ):
-            missed[reason] = missed.get(reason, 0) + count
+        missed[why] = missed.get(why, 0) + asked - granted
         if not enough:
-            reason = unlisted if unlisted != "absent" or not ready > want.computed else "short"
             if len(answer.frames):
                 self._give_back(record)
-            return self._settle(record, want, Hit(want.computed, 0, reason, record.request), missed)
+            return self._settle(record, want, Hit(want.computed, 0, why, record.request), missed)
         hit = Hit(want.computed, tokens, "", record.request)
         self._settle(record, want, hit, missed)
         record.hit = hit
@@ -294,13 +309,15 @@ class Lookups:
         self.held += record.held - before
 
 
-_REASONS = {
+_WORDS = {
     Status.OK: "",
-    Status.MISS: "",
+    Status.MISS: "absent",
     Status.FULL: "busy",
     Status.BUSY: "busy",
     Status.EXPIRED: "late",
     Status.AWAY: "late",
     Status.GONE: "away",
 }
+"""Why a look-up brought nothing, where the sidecar gives no word of its own."""
+_SHORTER = {"too_few": "short"}
 _NOT_TOLD = (Status.AWAY, Status.EXPIRED, Status.GONE)

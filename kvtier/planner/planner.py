@@ -72,7 +72,7 @@ class Planner:
         self._counters = Counters()
         self._link = Link(client, self._counters, clock, self._reattached)
         self._lookups = Lookups(client, self._link, options, self._counters, self._quiet)
-        self._stores = Stores(client, self._link, options, self._counters, self._quiet)
+        self._stores = Stores(client, self._link, self._lookups, options, self._counters, self._quiet)
         self._copies = Copies(ranks)
         self._loads: list[Job] = []
         self._ended: list[Job] = []

@@ -7,7 +7,7 @@ others the 4,096 used last are kept, and forgetting one costs no more than one n
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.keys import KEY_BYTES, PageChain
@@ -33,8 +33,8 @@ class Question:
     first: int
     at_least: int
     answered_at: float = 0.0
-    frames: Frames = NO_FRAMES
-    gens: Gens = NO_GENS
+    frames: Frames = field(default_factory=lambda: NO_FRAMES)
+    gens: Gens = field(default_factory=lambda: NO_GENS)
     ready: int = 0
     reason: str = ""
 
@@ -61,6 +61,9 @@ class Record:
     ns: bytes
     prompt_tokens: int
     epoch: int = 0
+    """The namespace's, as of the last answer to this request; 0 = not heard yet."""
+    learning: bool = False
+    """A question about the epoch is under way."""
     # look-up
     asked: Question | None = None
     answer: Question | None = None
@@ -75,7 +78,11 @@ class Record:
     @property
     def idle(self) -> bool:
         """Whether nothing hangs on it."""
-        return not self.live and self.asked is None and (self.answer is None or not len(self.answer.frames))
+        return (
+            not (self.live or self.learning)
+            and self.asked is None
+            and (self.answer is None or not len(self.answer.frames))
+        )
 
     @property
     def held(self) -> int:

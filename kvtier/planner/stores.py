@@ -8,6 +8,7 @@ neither stored nor being stored.
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 
 from kvtier.client import CacheClient
@@ -17,6 +18,7 @@ from kvtier.keys import KEY_BYTES, PageChain
 from kvtier.planner.copies import Job
 from kvtier.planner.counters import Counters
 from kvtier.planner.link import Link
+from kvtier.planner.lookups import Lookups
 from kvtier.planner.records import Record, Refusal
 from kvtier.tasks import OffloadTask, TaskState
 from kvtier.wire.messages import MAX_KEYS, BeginStore, Reply, StoreChain, StoreGrant, StoreReply
@@ -35,10 +37,17 @@ class Stores:
     """
 
     def __init__(
-        self, client: CacheClient, link: Link, options: Options, counters: Counters, ranks: tuple[int, ...]
+        self,
+        client: CacheClient,
+        link: Link,
+        lookups: Lookups,
+        options: Options,
+        counters: Counters,
+        ranks: tuple[int, ...],
     ) -> None:
         self._client = client
         self._link = link
+        self._lookups = lookups
         self._counters = counters
         self._ranks = ranks
         self._write = options.write
@@ -58,7 +67,7 @@ class Stores:
     @property
     def unasked(self) -> bool:
         """Whether the next step has something to ask for, or to begin."""
-        return bool(self._new or self.due)
+        return bool(self.due) or any(job.record.epoch or not job.asked_epoch for job in self._new)
 
     def storable(self, record: Record, chain: PageChain, given_pages: int) -> int:
         """The end of what may be stored: whole pages whose KV was given, by the write policy."""
@@ -87,15 +96,17 @@ class Stores:
 
     def ask(self) -> None:
         """Post what was added since the last step: one message, or as few as the limits allow."""
-        while self._new:
+        ready = [job for job in self._new if self._knows_epoch(job)]
+        self._new = [job for job in self._new if not job.record.epoch and job.task.state is TaskState.QUEUED]
+        while ready:
             batch: list[Job] = []
             keys = 0
-            for job in self._new[:MAX_CHAINS]:
+            for job in ready[:MAX_CHAINS]:
                 keys += len(job.keys) // KEY_BYTES
                 if batch and keys > MAX_KEYS:
                     break
                 batch.append(job)
-            del self._new[: len(batch)]
+            del ready[: len(batch)]
             chains = []
             for job in batch:
                 job.number, job.attachment = self._client.next_number(), self._link.attachment
@@ -105,6 +116,17 @@ class Stores:
                 for job in batch:
                     self._asked.remove(job)
                     self._refuse(job, "away")
+
+    def _knows_epoch(self, job: Job) -> bool:
+        """Whether `job` can be asked for; if the epoch of its KV is not known, that is learnt first."""
+        if job.record.epoch:
+            return True
+        if (job.asked_epoch and not job.record.learning) or not self._lookups.learn(
+            job.record, job.ns, job.keys
+        ):
+            self._refuse(job, "away")
+        job.asked_epoch = True
+        return False
 
     def cancel(self, job: Job) -> None:
         """Take back a job that does not copy yet."""
@@ -147,12 +169,12 @@ class Stores:
         if not isinstance(task, OffloadTask):
             return
         end = task.start_page + task.pages
-        if grant.status is Status.DONE:
+        if grant.status is Status.DONE or (grant.status is Status.OK and not grant.taken):
             self._counters.add("pages_known", task.pages)
             task.start_page, task.pages = end, 0
             self._end(job, TaskState.DONE, "stored")
-        elif grant.status is not Status.OK or not grant.taken:
-            self._refuse(job, _REASONS.get(grant.status, "refused"), grant.text)
+        elif grant.status is not Status.OK:
+            self._refuse(job, grant.reason or _WORDS.get(grant.status, "refused"), grant.text)
         elif grant.start < task.start_page:
             # Pages that were stored once are gone, and their units are not at hand: the request's next
             # offload begins there.
@@ -169,7 +191,7 @@ class Stores:
         taken_end = grant.start + grant.taken
         self._counters.add("pages_known", grant.start - task.start_page)
         if taken_end < end:
-            task.reason = grant.reason if grant.reason in ("full", "busy") else "refused"
+            task.reason = grant.reason or "full"
             self._counters.add(f"pages_skipped_{task.reason}", end - taken_end)
             self._hold_off(job.record, taken_end, end, task.reason)
         skip = (grant.start - task.start_page) * self._page_units
@@ -185,6 +207,8 @@ class Stores:
         self._counters.add(f"pages_skipped_{reason}", task.pages)
         if isinstance(task, OffloadTask):
             self._hold_off(job.record, task.start_page, task.start_page + task.pages, reason)
+            if reason == "flushed":  # the KV is older than the flush, and stays so
+                job.record.refused = Refusal(0, MAX_KEYS, math.inf, reason)
         task.pages = 0
         self._end(job, TaskState.DONE, reason)
 
@@ -201,9 +225,10 @@ class Stores:
         self.ended.append(job)
 
 
-_REASONS = {
+_WORDS = {
     Status.FULL: "full",
     Status.BUSY: "busy",
+    Status.MISS: "flushed",
     Status.AWAY: "away",
     Status.EXPIRED: "away",
     Status.GONE: "away",
