@@ -138,9 +138,8 @@ class Pool:
         order = reserver.ORDER.pack(self._done, length)
         try:
             if self._chunk < 0:
-                self._chunk = sealed_memfd(
-                    f"kvtier-{len(self.chunks)}", self.shape.chunk_bytes(len(self.chunks))
-                )
+                number = len(self.chunks)
+                self._chunk = sealed_memfd(f"kvtier-{number}", self.shape.chunk_bytes(number))
                 socket.send_fds(self._socket, [order], [self._chunk])
             else:
                 self._socket.send(order)
@@ -154,8 +153,8 @@ class Pool:
         self.error = (
             f"reserving the pool stopped: {why}. Needed {format_size(self.shape.pool_bytes)}, reserved "
             f"{format_size(self.frames * self.shape.page_bytes)}{available}. The pool goes on with "
-            f"{self.frames} of {self.shape.frames} pages; raise the memory limit of this container, or give a smaller "
-            "--size"
+            f"{self.frames} of {self.shape.frames} pages; raise the memory limit of this container or "
+            "host, or give a smaller --size"
         )
         self.finished = True
         self._end_child(kill=True)

@@ -110,9 +110,14 @@ class TableArrays:
 
     def gens(self, frames: npt.ArrayLike) -> Gens:
         """uint32[n]: the generations of these n frames now (R31). `frames`: int32 array or array('i')."""
-        words: Gens = self._words[np.asarray(frames, dtype=np.int32)]
+        words: Gens = self._words[index_of(frames)]
         words >>= 8
         return words
+
+
+def index_of(frames: npt.ArrayLike) -> npt.NDArray[np.intp]:
+    """int32 frames as an index; numpy takes one of its own type in half the time."""
+    return np.asarray(frames, dtype=np.int32).astype(np.intp)
 
 
 def table_bytes(frames: int, sessions: int, leases: int, namespaces: int) -> int:

@@ -42,6 +42,7 @@ from kvtier.shm.table_format import (
     SHARDS_AT,
     TableArrays,
     TableView,
+    index_of,
     table_bytes,
 )
 
@@ -180,7 +181,7 @@ class Tables(TableArrays):
     def _state_step(self, state: int) -> Callable[[Any], Iterator[None]]:
         def step(write: Any) -> Iterator[None]:
             # In the order of `frames`: numpy stores element by element, so a kill leaves a front part done.
-            self._states[np.asarray(write.frames, dtype=np.int32)] = state
+            self._states[index_of(write.frames)] = state
             yield
 
         return step
