@@ -233,6 +233,7 @@ class Answers:
             "server_gen": state.server_gen,
             "uptime_s": int(now - state.started),
             "sessions_attached": len(state.sessions),
+            "sessions_doubted": len(state.sessions.doubted()),
             "pool_bytes": state.pool_bytes,
             "pool_id": "",
         }

@@ -63,6 +63,7 @@ class Server:
         # Milliseconds since the epoch rise with each start (R1), without a file that outlives the server.
         self._state = State(pool_bytes, server_gen=time.time_ns() // 1_000_000, patience_s=patience_s)
         self._stopping = False
+        self._next_sweep = 0.0
         self._selector = selectors.DefaultSelector()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watched_memory = -1
@@ -113,15 +114,14 @@ class Server:
         """Serve until `stop()`. `ready` is called once, when clients can attach."""
         if ready is not None:
             ready()
-        next_sweep = time.monotonic()
         more = False
         gc.disable()
         gc.freeze()
         while not self._stopping:
             now = time.monotonic()
-            if now >= next_sweep:
-                next_sweep = now + self._sweep(now)
-            timeout_s = 0.0 if more else max(0.0, next_sweep - time.monotonic())
+            if now >= self._next_sweep:
+                self._next_sweep = now + self._sweep()
+            timeout_s = 0.0 if more else max(0.0, self._next_sweep - time.monotonic())
             for key, _ in self._selector.select(timeout_s):
                 if key.data is not None:
                     key.data()
@@ -195,7 +195,8 @@ class Server:
             counters.bad_requests += 1
             data = encode_reply(Reply(error.rid, gen, Status.BAD, str(error)))
         except Exception:
-            self._unexpected("a request")
+            log.exception("a request failed unexpectedly; checking the core")
+            self._unexpected()
             data = encode_reply(Reply(rid, gen, Status.BAD, "internal error: see the server's log"))
         try:
             self._router.send_multipart((parts[0], data), zmq.NOBLOCK)
@@ -204,11 +205,10 @@ class Server:
                 raise
             counters.dropped_replies += 1
 
-    def _unexpected(self, what: str) -> None:
+    def _unexpected(self) -> None:
         """An error that nobody foresaw: no request goes without its reply for it (P3), but a broken core ends
         the loop loudly."""
         self._state.counters.internal_errors += 1
-        log.exception("%s failed unexpectedly; checking the core", what)
         if self._state.formatted is not None:
             self._state.pool.write()
             self._state.pool.cache.check()
@@ -239,7 +239,8 @@ class Server:
                     self._admission.chunks(connection, message)
         except Exception:
             broken = True
-            self._unexpected("a message on the attach socket")
+            log.exception("a message on the attach socket failed unexpectedly; checking the core")
+            self._unexpected()
         if broken or connection.closed:
             self._hang_up(connection)
 
@@ -294,14 +295,17 @@ class Server:
     def _probe(self, session: Session) -> None:
         if self._locks.probe(session.sid, session.pidfd) is Liveness.DEAD:
             self._state.bury(session, time.monotonic())
+        else:
+            self._next_sweep = min(self._next_sweep, time.monotonic() + DOUBT_S)
 
     def _unwatch(self, session: Session) -> None:
         """Its pidfd is watched no more."""
         if session.pidfd in self._selector.get_map():
             self._selector.unregister(session.pidfd)
 
-    def _sweep(self, now: float) -> float:
+    def _sweep(self) -> float:
         """What is due from time to time; seconds until the next."""
+        self._state.counters.sweeps += 1
         for session in self._state.sessions.doubted():
             self._probe(session)
         pool = self._state.formatted

@@ -27,6 +27,7 @@ class Counters:
     refused_attaches: int = 0
     deaths: int = 0
     formats: int = 0
+    sweeps: int = 0
 
 
 @dataclass(slots=True)
