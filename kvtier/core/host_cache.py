@@ -160,9 +160,10 @@ class HostCache:
         group = session.group
         if session.role == PLANNER:
             session.dead = True
+            if not session.leases:
+                self._bury(session)
             for lease in list(session.leases.values()):
-                self._end(lease, quiet, whole=False)
-            self._bury(session)
+                self._end(lease, quiet, whole=False)  # the last one to leave buries the session
             return
         planner = group.planner
         self._sessions.remove(session)
@@ -226,7 +227,7 @@ class HostCache:
             reason = Reason.PENDING if self._pending(space, match, keys) else Reason.ABSENT
         held = pages - tree.unheld(match.node, match.offset)
         room = held + self._room(session, held, 0)
-        if room < pages:
+        if pages > max(room, 0):
             # Within `held` the second bound of _room proves nothing: others may be what holds it.
             pages = room if room >= held else max(self._cap() - session.charge, 0)
             reason = Reason.CAP
@@ -314,6 +315,8 @@ class HostCache:
         whole = start + stale_pages == match.pages
         want = total - start if whole else stale_pages
         reason = "" if whole else Reason.PENDING
+        if not want:
+            return StoreGrant(Status.OK, start, NO_FRAMES, 0, pending, space.epoch)
         self._store_asked += want
 
         # Count first, touch nothing: what the match pins cannot be evicted for it (R5).
@@ -324,7 +327,7 @@ class HostCache:
         if taken < want:
             reason = Reason.CAP if room <= can else Reason.FULL
         if taken <= 0:
-            status = Status.OK if not want else Status.BUSY if reason == Reason.CAP else Status.FULL
+            status = Status.BUSY if reason == Reason.CAP else Status.FULL
             return StoreGrant(status, start, NO_FRAMES, 0, pending, space.epoch, reason)
 
         anchor = tree.split(match.node, match.offset) if match.pages else None
