@@ -108,6 +108,7 @@ class Pair:
     """An engine's planner and its one mover, attached, with the whole pool mapped."""
 
     def __init__(self, sidecar: Sidecar, group: str = "g", **options: Any) -> None:
+        self.sidecar = sidecar
         self.mover = sidecar.client(role="mover", group=group, **options)
         self.planner = sidecar.client(role="planner", group=group, **options)
         until(lambda: self._whole(), "the pool was not mapped")
