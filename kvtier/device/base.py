@@ -9,8 +9,9 @@ event fires only when the last byte is in place. Who waits for that event may us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -93,17 +94,17 @@ class KVBuffers:
         """Where the planes are."""
         return self.planes[0].device
 
-    @property
+    @cached_property
     def unit_tokens(self) -> int:
         """Tokens of the finest unit, over all shards of the layout."""
         return self.layout.unit_tokens
 
-    @property
+    @cached_property
     def page_units(self) -> int:
         """Finest units of one page."""
         return self.layout.page_tokens // self.unit_tokens
 
-    @property
+    @cached_property
     def units(self) -> int:
         """How many finest units the engine can address: 0 .. units - 1 lie in every plane."""
         planes = self.layout.shards[self.shard]
@@ -111,6 +112,12 @@ class KVBuffers:
             tensor.shape[0] * (plane.unit_tokens // self.unit_tokens)
             for plane, tensor in zip(planes, self.planes, strict=True)
         )
+
+    @cached_property
+    def coarse_ratios(self) -> tuple[int, ...]:
+        """Finest units in one row, of each kind of plane that has more than one, ascending."""
+        planes = self.layout.shards[self.shard]
+        return tuple(sorted({plane.unit_tokens // self.unit_tokens for plane in planes} - {1}))
 
 
 class Piece(NamedTuple):
@@ -197,15 +204,9 @@ def check_units(buffers: KVBuffers, first: int, units: Units, pages: int) -> str
     lowest, highest = int(units.min()), int(units.max())
     if lowest < 0 or highest >= buffers.units:
         return f"units {lowest} .. {highest} are not all in 0 .. {buffers.units - 1}"
-    for ratio in coarse_ratios(buffers):
+    for ratio in buffers.coarse_ratios:
         inside = (first + np.arange(len(units))) % ratio
         rows = units // ratio
         if bool((units % ratio != inside).any()) or bool((np.diff(rows)[inside[1:] != 0] != 0).any()):
             return f"rows of {ratio} units must hold the units of consecutive tokens, in order"
     return ""
-
-
-def coarse_ratios(buffers: KVBuffers) -> Sequence[int]:
-    """Finest units in one row, of each kind of plane that has more than one, ascending."""
-    finest = buffers.unit_tokens
-    return sorted({plane.unit_tokens // finest for plane in buffers.layout.shards[buffers.shard]} - {1})

@@ -29,7 +29,7 @@ from kvtier.wire.plan import Cancel, Copy, Progress, Reason, pool_tag
 
 IDLE_S = 1.0
 """The bell and the session's descriptors wake the thread; this is only a bound."""
-POLL_S = 0.002
+POLL_S = 0.02
 """While copies run, the session is looked at this often, and before each begin."""
 POPULATE_BYTES = 8 << 20
 """What is faulted in at a time while there is nothing to copy: about as long as a piece."""
@@ -127,8 +127,8 @@ class CopyThread:
 
     def _work(self) -> None:
         """Until told to close, and what runs has finished or had its time."""
+        silent = False  # the bell was cleared, and nothing was found to do since
         while True:
-            self._clear_bell()
             while self._inbox:
                 order = self._inbox.popleft()
                 if isinstance(order, Job):
@@ -141,7 +141,13 @@ class CopyThread:
             if time.monotonic() - self._polled_s > POLL_S:
                 self._attend()
             if self.lanes.advance():
+                silent = False
                 continue
+            if not silent:
+                self._clear_bell()
+                silent = True
+                continue  # what rang before is looked at once more, what rings from now on is heard below
+            silent = False
             if self._client.lost and not self.lanes.running:
                 self._attend()  # lets the old pool go
             if closing is None:

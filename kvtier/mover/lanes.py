@@ -145,11 +145,11 @@ class Lanes:
         So a short load that comes meanwhile waits for one piece of each other lane at most.
         """
         worked = False
-        for lane in Lane:
-            for _ in range(TURN[lane]):
-                if not self._step(lane):
-                    break
-                worked = True
+        for lane, turn in TURN.items():
+            if self._waiting[lane] or self._flying[lane]:
+                while turn and self._step(lane):
+                    worked = True
+                    turn -= 1
         return worked
 
     def _step(self, lane: Lane) -> bool:
