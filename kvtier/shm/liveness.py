@@ -42,8 +42,8 @@ class SessionLocks:
 
     def __init__(self, run_dir: Path | str) -> None:
         """Makes (or opens) the lock file of a run directory that the caller owns."""
-        self._path = Path(run_dir) / rundir.LOCKS
-        self._fd = self._open()
+        path = Path(run_dir) / rundir.LOCKS
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def grant(self, sid: int) -> int:
         """A new descriptor, on a description of its own that holds the session's lock. Send it, then close it
@@ -51,10 +51,9 @@ class SessionLocks:
 
         UsageError when that session's lock is held already; OSError when the file cannot be opened anew.
         """
-        fd = self._open()
+        # By its descriptor, not its name: a cleaner of old files may have removed that.
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
-                raise OSError(errno.ESTALE, "the lock file was replaced while in use", str(self._path))
             if not try_lock(fd, _byte(sid)):
                 raise UsageError(f"session {sid:#x}: its lock is held already")
         except BaseException:
@@ -64,6 +63,8 @@ class SessionLocks:
 
     def is_free(self, sid: int) -> bool:
         """Is the session's lock held by nobody? OSError when it cannot be told."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the lock file is closed")
         return lock_is_free(self._fd, _byte(sid))
 
     def probe(self, sid: int, pidfd: int) -> Liveness:
@@ -81,9 +82,6 @@ class SessionLocks:
             os.close(self._fd)
         self._fd = -1
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
 
 class OwnerLock:
     """One server per run directory (R25). Take it before any bind; keep it for as long as the server lives.
@@ -97,11 +95,14 @@ class OwnerLock:
 
     def __init__(self, path: Path | str) -> None:
         """OwnedError when another server has it, ConfigError when the directory is unsafe."""
-        found = os.path.lexists(path)
-        self.run_dir = rundir.make_run_dir(path)
-        name = self.run_dir / rundir.OWNER
         while True:
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            found = os.path.lexists(path)
+            self.run_dir = rundir.make_run_dir(path)
+            name = self.run_dir / rundir.OWNER
+            try:
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # a former owner has just removed its directory
             try:
                 if not try_lock(fd, 0):
                     pid = os.pread(fd, 64, 0).decode(errors="replace").split("\n")[0]
@@ -109,8 +110,8 @@ class OwnerLock:
                         f"run directory {self.run_dir} belongs to the running sidecar of process "
                         f"{pid or 'unknown'}: use that one, stop it, or give this one another --run-dir"
                     )
-                # The former owner may have removed the file between the open and the lock: then it locks
-                # nothing.
+                # The former owner may have removed the file between the open and the lock: then it is
+                # the lock of nothing.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
                         break
@@ -118,7 +119,6 @@ class OwnerLock:
                 os.close(fd)
                 raise
             os.close(fd)
-            self.run_dir = rundir.make_run_dir(path)
         self.fd = fd
         # A directory that a server made is a server's to remove, also after one that was killed.
         self._made = not found or b"made" in os.pread(fd, 64, 0)

@@ -252,6 +252,19 @@ def test_a_record_that_goes_on_never_stops_counting() -> None:
 
 def test_a_record_used_again_is_absent_in_between() -> None:
     tables = make()
+    slot = [w.SessionRecord(1, sid, w.MOVER, 0, 1, bytes(8), 0) for sid in (5, 6)]
+    namespace = [w.EpochRecord(2, bytes([number]) * 16, 4) for number in (1, 2)]
+    tables.apply([slot[0], namespace[0]])
+    roles = [
+        (line["sid"], line["role"]) for _ in tables.steps(slot[1:]) for line in [tables.sessions[1].copy()]
+    ]
+    assert roles == [(5, 0), (6, 0), (6, w.MOVER)]
+    used = [
+        (line["ns"].tobytes()[:1], line["used"])
+        for _ in tables.steps(namespace[1:])
+        for line in [tables.namespaces[2].copy()]
+    ]
+    assert used == [(b"\1", 0), (b"\2", 0), (b"\2", 1)]
     tables.apply([w.LeaseRecord(1, 5, 7, w.STORE, 2, 4, 1, 0)])
     again = [w.LeaseRecord(1, 5, 8, w.LOAD, 2, 4, 1, 0)]
     assert [int(tables.leases[1]["kind"]) for _ in tables.steps(again)] == [0, 0, w.LOAD]
