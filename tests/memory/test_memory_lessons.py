@@ -492,6 +492,27 @@ def test_w16_the_nodes_of_a_long_chat_do_not_pile_up() -> None:
     assert tasks.strategy.cache._tree.nodes == 1
 
 
+def test_w16_a_chain_is_one_node_again_when_what_split_it_has_ended() -> None:
+    pages, cache = make_cache()
+    add(pages, cache, list(range(4 * PAGE)))
+    prefix, found = cache.lookup([*range(2 * PAGE), 0])
+    assert cache._tree.nodes == 2
+    pages.free(found)
+    cache.release(prefix)
+    assert cache._tree.nodes == 1
+
+
+def test_w16_what_is_recorded_behind_a_chain_that_came_meanwhile_joins_it() -> None:
+    pages, cache = make_cache()
+    tokens = list(range(4 * PAGE))
+    late, nothing = cache.lookup(tokens)
+    assert not len(nothing)
+    add(pages, cache, tokens[: 2 * PAGE])
+    own = pages.alloc(4)
+    assert cache.record(late, tokens, own) == 2
+    assert cache._tree.nodes == 1
+
+
 def test_w18_a_failed_alloc_or_extend_leaves_no_partial_pages() -> None:
     tasks = make_tasks(pages=4)
     tasks.task_alloc("a", [1] * 2 * PAGE)
