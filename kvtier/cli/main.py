@@ -89,18 +89,15 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point. A mistake of the user's is one message on stderr and exit status 2, never a traceback."""
+    """Entry point. A mistake of the user's is one message on stderr and exit status 2, never a traceback.
+
+    typer itself deals with Ctrl-C and with a pipe that nobody reads: status 130 and 1, quietly.
+    """
     try:
         app()
     except KVTierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:
-        # `kvtier stats | head`: nobody reads on. Keep the interpreter from complaining at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from kvtier.server.state import State
 from kvtier.shm import preflight
 from kvtier.shm.attach import AttachRequest, Connection, Greeting, Listener
 from kvtier.shm.liveness import Liveness, OwnerLock, SessionLocks
-from kvtier.shm.rundir import ATTACH_SOCKET, DATA_SOCKET
+from kvtier.shm.rundir import DATA_SOCKET
 from kvtier.wire.codec import decode_request, encode_reply
 from kvtier.wire.messages import BadRequest, Reply
 from kvtier.wire.packing import MAX_MESSAGE_BYTES, MAX_PARTS
@@ -64,19 +65,22 @@ class Server:
         self._state = State(pool_bytes, server_gen=time.time_ns() // 1_000_000, patience_s=patience_s)
         self._stopping = False
         self._next_sweep = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watched_memory = -1
         self._connections: set[Connection] = set()
-        self._owner = OwnerLock(run_dir)
-        try:
-            self.run_dir = Path(self._owner.run_dir)
+        with ExitStack() as made:  # undone in reverse, now when something fails, or by close()
+            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            made.callback(os.close, self._bell)
+            owner = OwnerLock(run_dir)
+            made.callback(owner.release)
+            self.run_dir = Path(owner.run_dir)
             self._locks = SessionLocks(self.run_dir)
-            self._router = self._bind()
+            made.callback(self._locks.close)
+            context = made.enter_context(zmq.Context(io_threads=1))
+            self._router = made.enter_context(self._bind(context))
             self._listener = Listener(self.run_dir, Greeting(b"", self._state.server_gen))
-        except BaseException:
-            self._owner.release()
-            raise
+            made.callback(self._listener.close)
+            self._made = made.pop_all()
         self._answers = Answers(self._state)
         self._admission = Admission(self._state, self._locks, self._pool_changed)
         self._state.sessions.unwatch = self._unwatch
@@ -85,14 +89,8 @@ class Server:
         watch(self._listener.fileno(), selectors.EVENT_READ, self._accept)
         watch(int(self._router.getsockopt(zmq.FD)), selectors.EVENT_READ, None)
 
-    @property
-    def attach_path(self) -> Path:
-        return self.run_dir / ATTACH_SOCKET
-
-    def _bind(self) -> zmq.Socket[bytes]:
-        self._context = zmq.Context(io_threads=1)
-        self._context.setsockopt(zmq.MAX_SOCKETS, 1023)
-        router = self._context.socket(zmq.ROUTER)
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -140,19 +138,14 @@ class Server:
 
         Clients notice by the end of their connection, and keep what they have mapped.
         """
-        self._listener.close()
+        self._stopping = True
         for connection in list(self._connections):
             self._hang_up(connection)
         for session in self._state.sessions:
             self._state.sessions.drop(session)
-        self._router.close(0)
-        self._context.term()
         if self._state.formatted is not None:
             self._state.formatted.close()
-        self._locks.close()
-        self._selector.close()
-        os.close(self._bell)
-        self._owner.release()
+        self._made.close()
 
     def __enter__(self) -> Server:
         return self
