@@ -94,7 +94,7 @@ def check_memory(pool_bytes: int, root: Path | str = "/") -> Check:
     smaller = f"give --size {fitting}MiB or less" if fitting > 0 else "no pool fits: free memory first"
     if found.source.startswith("MemAvailable"):
         return Check("memory", False, text, f"{smaller}, or run on a host with more free memory")
-    raised = format_size(-(-(needed + found.total - found.available) // MIB) * MIB).replace(" ", "")
+    raised = f"{-(-(needed + found.total - found.available) // MIB)}MiB"
     return Check(
         "memory",
         False,

@@ -65,7 +65,7 @@ class PoolShape:
         if page_bytes > 0 and frames < 1:
             raise ConfigError(
                 f"a pool of {format_size(pool_bytes)} holds no page: one page of this layout has "
-                f"{format_size(page_bytes)}; give --size {format_size(page_bytes).replace(' ', '')} or more"
+                f"{format_size(page_bytes)}; give --size {-(-page_bytes // 1024)}KiB or more"
             )
         wanted = chunk_size(pool_bytes) if chunk_bytes is None else chunk_bytes
         return cls(geometry, frames, min(frames, max(1, -(-wanted // max(1, page_bytes)))))

@@ -84,7 +84,7 @@ def test_geometry_comes_from_the_layout() -> None:
 
 
 def test_a_pool_without_a_page_says_what_one_page_needs() -> None:
-    with pytest.raises(ConfigError, match=r"--size 1MiB or more"):
+    with pytest.raises(ConfigError, match=r"--size 1024KiB or more"):
         PoolShape.of((64, MIB), 1000)
 
 
