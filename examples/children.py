@@ -1,8 +1,8 @@
-"""Child processes that never outlive their parent, and interrupts that never fall between start and keeping.
+"""Child processes that never outlive their parent, and interrupts that never lose one.
 
-`start` runs a program through `python children.py PARENT_PID SIGNAL program ...`, which asks the kernel to send
-SIGNAL when the parent dies and then becomes the program: so a parent that is killed, by whatever, leaves nobody
-behind. `Interrupts` turns Ctrl-C into KeyboardInterrupt, but not while a child is being started or ended.
+`start` runs a program through `python children.py PARENT_PID SIGNAL program ...`, which asks the kernel to
+send SIGNAL when the parent dies and then becomes the program: so a parent that is killed, by whatever, leaves
+nobody behind. `Interrupts` turns Ctrl-C into KeyboardInterrupt, but not while a child is started or ended.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ def start(
     stdin: int | IO[bytes] | None = subprocess.DEVNULL,
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command`; it gets `death_signal` when the calling thread's process dies. Call from the main thread.
+    """Start `command`; it gets `death_signal` when this process dies. Call from the main thread.
 
     The child is in a process group of its own: Ctrl-C in the terminal is the parent's to handle.
     """
     launcher = [sys.executable, "-S", "-E", __file__, str(os.getpid()), str(int(death_signal))]
     return subprocess.Popen(
-        [*launcher, *command], stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        [*launcher, *command], stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=True
     )
 
 
@@ -51,24 +52,21 @@ def stop(child: subprocess.Popen[bytes], *, term_s: float, kill_s: float = 5.0) 
 
 
 class Interrupts:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread, except under `held()`: then at its end.
+    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread, once; not under `held()`, but at its
+    end.
 
-    After `mute()` they are noted and nothing else: for the way out, which is bounded by itself.
+    Later ones, and those after `mute()`, do nothing: the way out is bounded by itself.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._muted = False
-        self.seen = False
+        self._waiting = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
-        if not self._depth and not self._muted:
-            raise KeyboardInterrupt
-
     def mute(self) -> None:
+        """Let nothing be interrupted from now on."""
         self._muted = True
 
     @contextlib.contextmanager
@@ -79,8 +77,19 @@ class Interrupts:
             yield
         finally:
             self._depth -= 1
-            if self.seen and not self._depth and not self._muted:
-                raise KeyboardInterrupt
+            if self._waiting and not self._depth:
+                self._interrupt()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._depth:
+            self._waiting = True
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if not self._muted:
+            self._muted = True
+            raise KeyboardInterrupt
 
 
 def _launch(parent: int, number: int, command: list[str]) -> None:

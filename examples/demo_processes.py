@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import children
+from kvtier.client import read_stats
+from kvtier.wire.messages import StatsReply
 
 WORKER = Path(__file__).with_name("worker_process.py")
 Event = dict[str, Any]
@@ -64,18 +66,12 @@ class Sidecar:
         """Until it has said that it is ready."""
         self._lines.next(20.0)
 
-    def stats(self) -> Event:
-        """Its counters, by `kvtier stats --json`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "kvtier.cli.main", "stats", "--json", "--run-dir", str(self._run_dir)],
-            capture_output=True,
-            check=False,
-            timeout=20.0,
-        )
-        if done.returncode:
-            raise DemoError(f"kvtier stats: {done.stderr.decode(errors='replace').strip()}")
-        stats: Event = json.loads(done.stdout)
-        return stats
+    def stats(self) -> dict[str, Any]:
+        """Its counters, asked from outside as `kvtier stats` does."""
+        reply = read_stats(self._run_dir)
+        if not isinstance(reply.body, StatsReply):
+            raise DemoError(f"the sidecar gives no numbers: {reply.text}")
+        return reply.body.values
 
     def stop(self) -> None:
         """SIGTERM; it removes what it made."""
@@ -88,6 +84,8 @@ class InferenceWorker:
     """The mini engine in a process of its own; see `worker_process.py`."""
 
     def __init__(self, model: Path, slots: int, run_dir: Path, log: IO[bytes]) -> None:
+        # Threads that wait for their siblings sleep: spinning costs all when another program wants the CPU.
+        env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         self._child = children.start(
             [
                 sys.executable,
@@ -103,6 +101,7 @@ class InferenceWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
+            env=env,
         )
         assert self._child.stdin is not None
         assert self._child.stdout is not None

@@ -1,10 +1,11 @@
 """The demo's inference worker: a mini engine in a process of its own, driven by lines of JSON.
 
-Reads one command a line from stdin, writes one event a line to what was stdout (prints of libraries go to stderr),
-and ends when stdin does. Commands:
+Reads one command a line from stdin, writes one event a line to what was stdout (prints of libraries go to
+stderr), and ends when stdin does. Commands:
 
     {"op": "ask", "id": ..., "tokens": [...], "max_new_tokens": n, "ignore_eos": bool}
-        -> {"event": "progress", "id", "filled", "target", "generated"} as it goes, then {"event": "done", ...}
+        -> {"event": "progress", "id", "filled", "target", "generated"} as it goes, then {"event": "done",
+        ...}
     {"op": "settle"}          -> {"event": "settled"} once no request and no copy is under way
     {"op": "flush_device"}    -> {"event": "flushed", "pages"}
     {"op": "flush_host"}      -> {"event": "flushed", "pages"}; -1: no sidecar answered
@@ -21,11 +22,11 @@ import json
 import os
 import select
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from mini_engine.engine import Engine, Phase, Request
 from mini_engine.model import Llama, Span
 
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,5 @@
-"""The scheduler: continuous batching and chunked prefill, with KV from the device, from the host, or computed.
+"""The scheduler: continuous batching and chunked prefill, with KV from the device, from the host, or
+computed.
 
 One engine is one thread. A request passes through these phases, and each `step()` moves every request on:
 
@@ -10,11 +11,11 @@ One engine is one thread. A request passes through these phases, and each `step(
     DECODE    one token a step, all such requests in one batch
     DONE
 
-How the same answer comes out bit by bit, wherever the KV came from: the last chunk of a prefill always starts at
-`tail`, the last whole page of the host's pool that leaves a token to compute, and nothing is reused beyond
-it. So the first logits come from a call with the same shapes over the same bytes, whether the context was
-computed in chunks just now, lay on the device, or was loaded. (KV that *another* prompt left, whose chunks
-ended elsewhere, is the same up to rounding, as in every engine.)
+How the same answer comes out bit by bit, wherever the KV came from: the last chunk of a prefill always
+starts at `tail`, the last whole page of the host's pool that leaves a token to compute, and nothing is
+reused beyond it. So the first logits come from a call with the same shapes over the same bytes, whether the
+context was computed in chunks just now, lay on the device, or was loaded. (KV that *another* prompt left,
+whose chunks ended elsewhere, is the same up to rounding, as in every engine.)
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from kvtier.tasks import LoadTask, OffloadTask, Task, TaskState
 from kvtier.worker import Worker
 
 from .model import Llama, Span
+
+DEFAULTS = Options()
 
 
 class Phase(enum.Enum):
@@ -87,10 +90,11 @@ class Request:
 
 
 class Engine:
-    """Serves requests on `model` with KV for `slots` tokens on the device. Belongs to the thread that made it.
+    """Serves requests on `model` with KV for `slots` tokens on the device. Belongs to the thread that made
+    it.
 
-    `run_dir`: where the sidecar is, if there is one; it may come, go and come back. `page_tokens`: tokens of a
-    host page (None: kvtier's default size), `device_page`: of a device page, `chunk`: of a prefill step.
+    `run_dir`: where the sidecar is, if there is one; it may come, go and come back. `page_tokens`: tokens of
+    a host page (None: kvtier's default size), `device_page`: of a device page, `chunk`: of a prefill step.
     `make_worker` is for tests.
     """
 
@@ -100,7 +104,7 @@ class Engine:
         *,
         slots: int,
         run_dir: str | PathLike[str] | None = None,
-        options: Options = Options(),
+        options: Options = DEFAULTS,
         page_tokens: int | None = None,
         device_page: int = 16,
         chunk: int = 512,
@@ -275,7 +279,8 @@ class Engine:
         return True
 
     def _filled(self, request: Request, length: int) -> None:
-        """The KV of the first `length` tokens is there: share it on the device, and offload what became whole."""
+        """The KV of the first `length` tokens is there: share it on the device, and offload what became
+        whole."""
         request.filled = length
         self.tasks.task_cached(request.id, length)
         whole = min(length, request.chain.tokens) // self.page_tokens * self.page_tokens

@@ -4,8 +4,8 @@ Attention reads and writes the KV where it lies: in the slots of a paged buffer 
 head_dim]` per layer, keys before values (`kvtier.memory.MemoryManager`). The model knows no requests: it
 gets rows of tokens and, for each sequence among them, the slots of its context.
 
-What each number of a result depends on: the row's own tokens, the bytes of its context, and the *shapes* of the
-call (a matrix product may sum in another order for another number of rows). So the same call on the same
+What each number of a result depends on: the row's own tokens, the bytes of its context, and the *shapes* of
+the call (a matrix product may sum in another order for another number of rows). So the same call on the same
 bytes gives the same bits, wherever the KV came from.
 """
 
@@ -96,6 +96,7 @@ class Llama:
         """
         cfg = self.config
         cos, sin = self.cos[positions, None], self.sin[positions, None]
+        sizes = [span.rows for span in spans]
         masks = [_causal_mask(span.rows, len(span.slots)) for span in spans]
         hidden = F.embedding(tokens, self.embed)
         for number, layer in enumerate(self.layers):
@@ -108,7 +109,7 @@ class Llama:
             buffer.index_copy_(0, write, torch.cat((_rotate(key, cos, sin), value), dim=1))
             query = _rotate(query, cos, sin)
             mixed = []
-            for rows, span, mask in zip(query.split([s.rows for s in spans]), spans, masks, strict=True):
+            for rows, span, mask in zip(torch.split(query, sizes), spans, masks, strict=True):
                 mixed.append(_attend(rows, buffer.index_select(0, span.slots), mask))
             hidden = hidden + F.linear(torch.cat(mixed), layer["self_attn.o_proj"])
             normed = F.rms_norm(
@@ -116,7 +117,7 @@ class Llama:
             )
             gate = F.silu(F.linear(normed, layer["mlp.gate_proj"]))
             hidden = hidden + F.linear(gate * F.linear(normed, layer["mlp.up_proj"]), layer["mlp.down_proj"])
-        ends = torch.tensor([span.rows for span in spans]).cumsum(0) - 1
+        ends = torch.tensor(sizes).cumsum(0) - 1
         last = F.rms_norm(hidden[ends], (cfg.hidden_size,), self.norm, cfg.rms_norm_eps)
         return F.linear(last, self.head)
 
@@ -128,7 +129,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _causal_mask(rows: int, context: int) -> Tensor | None:
-    """[rows, context], added to the scores: -inf where a row may not see a key. None for one row, which sees all."""
+    """[rows, context], added to the scores: -inf where a row may not see a key. None for one row, which sees
+    all."""
     if rows == 1:
         return None
     return torch.full((rows, context), -torch.inf).triu(context - rows + 1)
@@ -138,7 +140,8 @@ def _attend(query: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     """[rows, heads, dim] over [context, 2 * kv_heads, dim] -> [rows, heads * dim].
 
     KV heads take the batch dimension. The query heads that share one take the head dimension, for which
-    keys and values are expanded, not copied; for a single row they stand in as rows, so that keys are read once.
+    keys and values are expanded, not copied; for a single row they stand in as rows, so that keys are read
+    once.
     """
     rows, heads, dim = query.shape
     kv_heads = kv.shape[1] // 2

@@ -57,7 +57,8 @@ def default_cache() -> Path:
 
 
 def prepare(gguf: Path, cache: Path, progress: Progress | None = None) -> Path:
-    """The folder with `model.safetensors`, `tokenizer.json`, `config.json` made from `gguf`; made now if missing.
+    """The folder with `model.safetensors`, `tokenizer.json`, `config.json` made from `gguf`; made now if
+    missing.
 
     Atomic: written beside under another name, then renamed; an interrupted run leaves nothing that counts.
     """
@@ -162,7 +163,8 @@ def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _tokenizer(meta: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE tokenizer that the GGUF metadata describes (`gpt2` with the `smollm` pre-tokenizer)."""
+    """The byte-level BPE tokenizer that the GGUF metadata describes (`gpt2` with the `smollm`
+    pre-tokenizer)."""
     kind, pre = meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"]
     if (kind, pre) != ("gpt2", "smollm"):
         raise ValueError(f"tokenizer {kind!r} with pre-tokenizer {pre!r}: expected 'gpt2' with 'smollm'")

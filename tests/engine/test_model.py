@@ -1,4 +1,5 @@
-"""The forward pass: logits as transformers computes them on the same weights, in any chunking and order of slots."""
+"""The forward pass: logits as transformers computes them on the same weights, in any chunking and order of
+slots."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mini_engine.model import Llama, ModelConfig, Span
-
 from tests.engine import tiny
 
 

@@ -1,4 +1,5 @@
-"""The engine's scheduler, on a tiny model, with a stand-in for the worker: where KV comes from, and sameness."""
+"""The engine's scheduler, on a tiny model, with a stand-in for the worker: where KV comes from, and
+sameness."""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mini_engine.engine import Engine, Phase, Request
-
 from kvtier.config import Options
+from mini_engine.engine import Engine, Phase, Request
 from tests.engine import tiny
 
 PAGE = 16  # tokens of a host page in these tests

@@ -1,4 +1,5 @@
-"""GGUF to safetensors: what is read is what transformers would compute with; conversion is whole or not there."""
+"""GGUF to safetensors: what is read is what transformers would compute with; conversion is whole or not
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ gguf = pytest.importorskip("gguf")
 
 from mini_engine import weights
 from mini_engine.model import Llama
-
 from tests.engine import tiny
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "1", "2", "\u0120", "\u010a"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from mini_engine.model import Llama, ModelConfig
 
 from kvtier.config import Options
 from kvtier.device.base import KVBuffers
 from kvtier.keys import KEY_BYTES, PageChain
 from kvtier.tasks import Hit, LoadTask, OffloadTask, Task, TaskState
+from mini_engine.model import Llama, ModelConfig
 
 CONFIG = ModelConfig(
     vocab_size=300,
@@ -77,7 +77,7 @@ class HostDouble:
         buffers: KVBuffers,
         *,
         run_dir: object = None,
-        options: Options = Options(),
+        options: Options,
         pages: dict[bytes, list[np.ndarray]],
     ) -> None:
         self.buffers, self.pages, self.options = buffers, pages, options
