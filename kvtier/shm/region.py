@@ -100,7 +100,8 @@ class Pool:
         except ConnectionError:
             report = b""
         if len(report) != reserver.REPORT.size:
-            self._fail(_ending(self._end_child(kill=False)))
+            self._socket.close()
+            self._fail(_ending(self._reap()))
             return True
         length, number = reserver.REPORT.unpack(report)
         if number:
@@ -115,7 +116,8 @@ class Pool:
             self.frames = self.shape.frames_below(len(self.chunks))
             if self.frames == self.shape.frames:
                 self.finished = True
-                self._end_child(kill=True)
+                self._dismiss()
+                self._reap()
                 return True
         self._order()
         return whole or self.finished
@@ -123,7 +125,8 @@ class Pool:
     def close(self) -> None:
         """Ends the child and closes all descriptors, in bounded time. Clients keep what they have mapped."""
         self.finished = True
-        self._end_child(kill=True)
+        self._dismiss()
+        self._reap()
         for fd in (*self.chunks, self._chunk):
             if fd >= 0:
                 os.close(fd)
@@ -157,29 +160,32 @@ class Pool:
             "host, or give a smaller --size"
         )
         self.finished = True
-        self._end_child(kill=True)
         if self._chunk >= 0:
-            os.close(self._chunk)  # gives back what was reserved of it
+            os.close(self._chunk)
+        # The child has the last descriptor of the unfinished chunk and gives its memory back as it ends; that
+        # may take a while, so close() reaps it, not the server's loop.
+        self._dismiss()
         self.reserved_bytes -= self._done
         self._chunk, self._done = -1, 0
 
-    def _end_child(self, *, kill: bool) -> int | None:
-        """Closes the socket and reaps the child; its wait status, None when there was none or it would not
-        end.
-        """
+    def _dismiss(self) -> None:
+        """Ends the child; does not wait for it."""
         self._socket.close()
-        pid, self._pid = self._pid, 0
-        if not pid:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _reap(self) -> int | None:
+        """The child's wait status, once it has ended; None when there is none, or it does not end in time."""
+        if not self._pid:
             return None
-        if kill:
-            os.kill(pid, signal.SIGKILL)
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(self._pid)
         try:
-            # Its socket is closed, or it was killed: both end it in a moment, unless the kernel is stuck.
+            # It was killed or has closed its socket: a moment, unless the kernel is stuck.
             if not select.select([pidfd], [], [], _CHILD_END_S)[0]:
                 return None
         finally:
             os.close(pidfd)
+        pid, self._pid = self._pid, 0
         return os.waitpid(pid, 0)[1]
 
 
