@@ -22,7 +22,7 @@ from pathlib import Path
 from kvtier.config import MIB, format_size
 from kvtier.errors import ProtocolError, UsageError
 from kvtier.shm import reserver
-from kvtier.shm.mapping import SIZE_SEALS, Bytes, map_shared, populate, sealed_memfd
+from kvtier.shm.mapping import SIZE_SEALS, Bytes, map_shared, sealed_memfd
 from kvtier.shm.shape import PoolShape
 
 __all__ = ["Pool", "PoolShape", "PoolView"]
@@ -273,19 +273,6 @@ class PoolView:
                 f"chunk {chunk}, shard {shard}: expected below {self.chunks} and "
                 f"{len(self.shape.shard_bytes)}"
             ) from None
-
-    def populate(self, chunk: int, shard: int | None = None) -> bool:
-        """Fault a chunk's pages (of one shard, or all) into this process's page table now, not at the first
-        copy.
-
-        Blocks, with the GIL free: call it from a thread that may wait. False where the kernel cannot (before
-        5.14).
-        """
-        shards = range(len(self.shape.shard_bytes)) if shard is None else (shard,)
-        done = [
-            populate(self.shard(chunk, number, write=self.writable), write=self.writable) for number in shards
-        ]
-        return all(done)
 
     def close(self) -> None:
         """No new arrays; unmaps what no array uses any more. Idempotent; inert in a forked child."""
