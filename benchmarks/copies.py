@@ -31,9 +31,8 @@ import numpy.typing as npt
 import torch
 
 from kvtier.client import CacheClient
-from kvtier.device.base import KVBuffers
 from kvtier.errors import Status
-from kvtier.layout import KVLayout, Plane
+from kvtier.memory.memory_manager import MemoryManager
 from kvtier.mover import Mover
 from kvtier.wire.messages import End, LoadChain, LookupReply, StoreChain
 from kvtier.wire.plan import Copy, Kind, Lane, encode
@@ -59,19 +58,19 @@ class Timer:
 
 
 class Bench:
-    """One row size: buffers of 1 page more than is copied, a planner's client and a mover over them."""
+    """One row size: KV for one page more than is copied, a planner's client and a mover over it."""
 
-    def __init__(self, run_dir: Path, row_bytes: int, page_tokens: int) -> None:
+    def __init__(self, run_dir: Path, heads: int, head_dim: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         slots = (PAGES + 1) * page_tokens
-        # As a MemoryManager has them: [layer, slot, row], and a hold slot at the end.
-        self.memory = torch.zeros((LAYERS, slots + 1, row_bytes), dtype=torch.uint8)
-        self.device = self.memory.numpy()
-        planes = tuple(Plane(f"{layer}.kv", row_bytes) for layer in range(LAYERS))
-        self.layout = KVLayout(page_tokens, (planes,), "benchmark")
+        memory = MemoryManager(slots, torch.float32, heads, head_dim, LAYERS)
+        row_bytes = 2 * heads * head_dim * 4
+        self.device = memory.kv_buffer.view(torch.uint8).view(LAYERS, slots + 1, row_bytes).numpy()
+        buffers = memory.kv_buffers(page_tokens, engine="benchmark")
+        self.layout = buffers.layout
         self.page_bytes = page_tokens * LAYERS * row_bytes
         group = f"{row_bytes}"
-        self.mover = Mover(KVBuffers(self.layout, tuple(self.memory)), run_dir, group)
+        self.mover = Mover(buffers, run_dir, group)
         self.client = CacheClient(
             run_dir, layout=self.layout, group=group, timeout_s=5.0, attach_timeout_s=10.0, writable=True
         )
@@ -229,7 +228,7 @@ def report(row_bytes: int, bench: Bench, seconds: dict[str, list[Seconds]]) -> N
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        for row_bytes, page_tokens in ((4096, 64), (1536, 176)):
+        for row_bytes, heads, head_dim, page_tokens in ((4096, 4, 128, 64), (1536, 3, 64, 176)):
             run_dir = Path(folder) / f"{row_bytes}"
             server = subprocess.Popen(
                 [sys.executable, "-m", "kvtier.cli.main", "serve", "--size", POOL, "--run-dir", str(run_dir)],
@@ -240,7 +239,7 @@ def main() -> int:
                 out = server.stdout
                 if out is None or not select.select([out], [], [], 30)[0] or not out.readline():
                     raise SystemExit("the sidecar did not come up in 30 s")
-                bench = Bench(run_dir, row_bytes, page_tokens)
+                bench = Bench(run_dir, heads, head_dim, page_tokens)
                 try:
                     bench.wait_whole()
                     measure(bench, 1)  # faults, first touches

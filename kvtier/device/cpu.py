@@ -27,19 +27,23 @@ from kvtier.errors import LayoutError, UsageError
 PIECE_BYTES = 8 << 20
 """A page with more bytes is moved in several pieces: about a millisecond each."""
 
-SLICE_BYTES = 32 << 10
-"""Runs of at least these bytes in one plane are copied as slices, shorter ones row by row by index.
-
-Measured with `benchmarks/copies.py`: an index costs a row what a slice costs a run, and a slice call more
-than an indexed row.
-"""
+# One call for many scattered rows, or one call for each run of rows? Measured on Zen 4, in loops like those of
+# `benchmarks/copies.py`, as parts of memcpy's rate: 4 KiB rows by index 0.83 at random, 0.88 in runs of 8 and
+# 0.95 in runs of 16, by slices 0.5, 0.79 and 0.90; 1.5 KiB rows by index 0.50, 0.58 and 0.65, by slices
+# 0.3, 0.58 and 0.74. A run that is the whole page is a plain copy.
+LONG_ROW_BYTES = 2048
+SLICE_ROWS = {"short": 8, "long": 32}
+"""Runs of this many rows, on average, are copied as slices."""
+SLICE_BYTES = 64 << 10
+"""... if one call moves at least as much, over all planes: a call costs a microsecond."""
 
 TOUCH_ROWS = 1024
-TOUCH_ROW_BYTES = 2048
+TOUCH_ROW_BYTES = 1024
 """Before scattered rows are moved, the first byte of each of the next `TOUCH_ROWS` is read.
 
 A copy of one row cannot run ahead into the next, so each scattered row costs a whole miss of TLB and
-memory; these reads overlap, and make the copy of 4 KiB rows a third faster. Shorter rows gain nothing.
+memory; these reads overlap. It takes random 4 KiB rows from 0.65 to 0.83 of memcpy's rate, and 1.5 KiB
+rows from 0.48 to 0.50.
 """
 
 
@@ -281,7 +285,9 @@ def _move(group: _Group, load: bool, page: Page, first_row: int, rows: npt.NDArr
     place = page[group.offset : group.offset + size].reshape(group.planes, group.page_rows, width)
     place = place[:, first_row : first_row + count]
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    if count * width >= SLICE_BYTES * (len(breaks) + 1) or (not len(breaks)):
+    runs = len(breaks) + 1
+    long = count >= runs * SLICE_ROWS["long" if width >= LONG_ROW_BYTES else "short"]
+    if runs == 1 or (long and count * width * group.planes >= runs * SLICE_BYTES):
         edges = [0, *breaks.tolist(), count]
         for begin, end in itertools.pairwise(edges):
             device = group.rows[:, rows[begin] : rows[begin] + (end - begin)]
