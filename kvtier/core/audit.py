@@ -35,8 +35,8 @@ def check_slice(cache: HostCache) -> Iterator[None]:
         stack: list[Node] = list((root.children or {}).values())
         while stack:
             node = stack.pop()
-            if node.parent is None:
-                continue  # gone since, as eviction and merging leave it
+            if node.parent is None or node.root not in cache._tree.roots:
+                continue  # gone since: evicted, merged or flushed
             if (node.parent.children or {}).get(node.key) is node:
                 _check_node(cache, node)
                 stack.extend((node.children or {}).values())
@@ -45,7 +45,8 @@ def check_slice(cache: HostCache) -> Iterator[None]:
 
 def check_all(cache: HostCache) -> None:
     """Everything. O(pages)."""
-    cache._tree.check(cache._clearing.unswept())
+    untouched, waiting = cache._clearing.untouched(), cache._clearing.waiting()
+    cache._tree.check(untouched)
     seen = cache._free.frames()
     writing = 0
     for root in cache._tree.roots:
@@ -54,9 +55,9 @@ def check_all(cache: HostCache) -> None:
             seen.extend(node.pages())
             writing += node.count if node.state == WRITING else 0
     require(writing == cache._writing, f"{cache._writing} WRITING pages counted, {writing} there")
-    unswept = cache._clearing.unswept()
-    require(sum(node.count for node in unswept) == cache._clearing.pages, "pages left to sweep")
-    for node in unswept:
+    left = [*untouched, *waiting]
+    require(sum(node.count for node in left) == cache._clearing.pages, "pages left to sweep")
+    for node in left:
         seen.extend(node.pages())
     seen.extend(_check_leases(cache))
     require(len(seen) == cache.limit, f"{cache.limit} frames exist, {len(seen)} are somewhere")

@@ -1,9 +1,11 @@
 """What a flush leaves behind: trees that nobody can find any more, freed bit by bit (R13, R18).
 
 `drop` takes a whole tree out of the index at once, whatever its size. What load leases still read is
-kept, DOOMED, and goes with its last pin; the rest waits here for `sweep`. Standard library only.
+kept, DOOMED, until its last pin is given back; the rest waits here for `sweep`. Standard library only.
 
-Always true: each page of a dropped tree is either in `kept`, held by a pin, or in `pages`, held by nothing.
+Always true: each page of a dropped tree is either in `kept`, held by a pin, or in `pages`. No page is freed
+before all below it are: else a flushed page could come to life again, in a rebuild, under a page
+that was stored anew in its parent's old frame.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ from kvtier.core.writes import DOOMED
 
 
 class Clearing:
-    """Dropped trees. `pages` can be swept, `kept` are still being read."""
+    """Dropped trees. `pages` can be swept, `kept` are still being read.
+
+    A node that is kept has in `children` those children that are kept too; `owner` is true while
+    others below it are not swept.
+    """
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self._stack: list[dict[bytes, Node]] = []
+        # What is left of a node's children, and the node, which can go when they have.
+        self._stack: list[tuple[dict[bytes, Node], Node]] = []
+        self._done: list[Node] = []
         self.pages = 0
         self.kept = 0
 
@@ -40,10 +48,23 @@ class Clearing:
             chains.append(chain)
         chains.reverse()  # a later chain ends at an earlier one, so it is deeper
         kept = [node for chain in chains for node in chain]
+        opened: list[tuple[dict[bytes, Node], Node]] = []
         for node in [*kept, root]:
-            if node.children:
-                self._stack.append(node.children)
-                node.children = None
+            rest = node.children
+            node.children = None
+            if rest:
+                node.owner = True
+                opened.append((rest, node))
+        for node in kept:
+            parent = node.parent
+            if parent is not None:
+                if parent.children is None:
+                    parent.children = {}
+                parent.children[node.key] = node
+        for rest, node in opened:
+            for key in node.children or ():
+                del rest[key]
+        self._stack.extend(opened)
         pages = sum([node.count for node in kept])
         tree.roots.discard(root)
         tree.pages -= root.total
@@ -53,55 +74,85 @@ class Clearing:
         return _tails_first(kept)
 
     def release(self, node: Node) -> array[int]:
-        """Give back the pin on `node` of a dropped tree; returns the values that it was the last to keep."""
-        freed: list[Node] = []
+        """Give back the pin on `node` of a dropped tree; returns the values that can be freed by this now.
+
+        What nobody holds any more, but has pages below it to be swept, is left to `sweep`.
+        """
         node.pins -= 1
         at: Node | None = node
         while at is not None and at.parent is not None:
             at.holds -= 1
             if not at.holds:
-                freed.append(at)
+                self.kept -= at.count
+                self.pages += at.count
             at = at.parent
-        pages = sum([item.count for item in freed])
-        self.kept -= pages
-        node.root.total -= pages
-        self._tree.nodes -= len(freed)
-        return _tails_first(freed)
+        self._free_up(node)
+        return self._take_done()
 
     def sweep(self, pages: int) -> array[int]:
-        """Values of at least `pages` pages, or of all that is left; stops between nodes.
-
-        Their namespace's entry has ended, so no rebuild reaches them and their order does not matter.
-        """
+        """Values of at least `pages` pages, or of all that is left, tails before heads; whole nodes."""
         stack = self._stack
-        policy = self._tree.policy
-        swept: list[bytes] = []
-        got = 0
-        while got < pages and stack:
-            children = stack[-1]
-            if not children:
-                stack.pop()
+        goal = self.pages - pages
+        while stack:
+            children, node = stack[-1]
+            if self.pages <= goal and (children or node.state != DOOMED):
+                break  # what has nothing below it any more is not made to wait
+            if children:
+                child = children.popitem()[1]
+                if child.children:
+                    stack.append((child.children, child))
+                else:
+                    self._tree.policy.remove(child)
+                    self._free(child)
                 continue
-            node = children.popitem()[1]
+            stack.pop()
             if node.state == DOOMED:
-                continue
-            if node.children:
-                stack.append(node.children)
-            else:
-                policy.remove(node)
-            got += node.count
-            node.root.total -= node.count
-            node.parent = None
-            node.children = None
-            self._tree.nodes -= 1
-            swept.append(node.values)
-        self.pages -= got
-        return array("i", b"".join(swept))
+                node.owner = None
+                self._free_up(node)
+            elif node.parent is not None:
+                self._free(node)
+        return self._take_done()
 
-    def unswept(self) -> list[Node]:
-        """All nodes that wait for `sweep`. O(nodes): for checks."""
-        tops = [node for children in self._stack for node in children.values() if node.state != DOOMED]
+    def _free_up(self, node: Node) -> None:
+        """Free `node`, and then its parents, as far as nothing holds them or hangs below them any more."""
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            if at.holds or at.owner is not None or at.children:
+                return
+            above = at.parent
+            if above.children is not None:
+                above.children.pop(at.key, None)
+            self._free(at)
+            at = above
+
+    def _free(self, node: Node) -> None:
+        self.pages -= node.count
+        node.root.total -= node.count
+        node.children = None
+        self._tree.nodes -= 1
+        self._done.append(node)
+
+    def _take_done(self) -> array[int]:
+        done, self._done = self._done, []
+        values = _tails_first(done)
+        for node in done:
+            node.parent = None
+        return values
+
+    def untouched(self) -> list[Node]:
+        """Nodes that `sweep` has yet to come to. O(nodes): for checks."""
+        tops = [top for children, _ in self._stack for top in children.values()]
         return [node for top in tops for node in self._tree.walk(top)]
+
+    def waiting(self) -> list[Node]:
+        """Nodes that go when all below them has gone. O(nodes): for checks."""
+        nodes: dict[Node, None] = {}
+        for _, node in self._stack:
+            at: Node | None = node
+            while at is not None and at.parent is not None and not at.holds and at.state == node.state:
+                nodes[at] = None
+                at = at.parent if node.state == DOOMED else None
+        return list(nodes)
 
 
 def _tails_first(nodes: list[Node]) -> array[int]:

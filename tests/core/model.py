@@ -29,6 +29,7 @@ class ModelLease:
     path: Path | None  # what it pins in the tree
     out: list[int] = field(default_factory=list)  # frames of a store that left the tree
     kept: list[int] = field(default_factory=list)  # frames that a load reads after a flush
+    place: tuple[int, Path] = (0, ())  # where those are
     quiet: set[int] = field(default_factory=set)
     ended: bool = False
     dropped: int = 0
@@ -64,7 +65,8 @@ class Model:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.free = set(range(limit))
-        self.left: set[int] = set()
+        # What flushes left: frame -> (tree, path, state in the table).
+        self.left: dict[int, tuple[int, Path, int]] = {}
         self.trees: dict[bytes, dict[Path, Page]] = {}
         self.epochs: dict[bytes, int] = {}
         self.counter = self.absent = 1
@@ -73,6 +75,7 @@ class Model:
         self.groups: dict[str, ModelGroup] = {}
         self.evicted: set[int] = set()
         self.hits = 0
+        self.dropped_trees = 0
 
     # -- counting ------------------------------------------------------------------------------------
 
@@ -251,7 +254,14 @@ class Model:
             return
         del self.leases[key]
         self.free.update(lease.out)
-        self.free.update(set(lease.kept) - self.kept())
+        for depth in range(len(lease.kept), 0, -1):
+            frame, at = lease.kept[depth - 1], (lease.place[0], lease.place[1][:depth])
+            if frame in self.kept():
+                continue
+            if any(tree == at[0] and path[:depth] == at[1] for tree, path, _ in self.left.values()):
+                self.left[frame] = (*at, DOOMED)  # goes when all below has been swept
+            else:
+                self.free.add(frame)
         if self.sessions[key[0]].dead and not any(other[0] == key[0] for other in self.leases):
             self.forget(key[0])
 
@@ -296,6 +306,7 @@ class Model:
         self.absent = self.counter
         freed = doomed = 0
         for name in [name for name in self.epochs if ns is None or name == ns]:
+            self.dropped_trees += 1
             del self.epochs[name]
             tree = self.trees.pop(name)
             self.trees[name] = {}
@@ -312,6 +323,7 @@ class Model:
             for lease in self.leases.values():
                 if lease.ns == name and lease.path is not None:
                     lease.kept = [tree[lease.path[: at + 1]].frame for at in range(len(lease.path))]
+                    lease.place = (self.dropped_trees, lease.path)
                     read.update({lease.path[: at + 1]: 1 for at in range(len(lease.path))})
                     lease.path = None
             doomed += len(read)
@@ -321,18 +333,32 @@ class Model:
                 freed += 1
                 # What hung under a writer is freed at once, the rest is left to the sweeper.
                 under = any(tree[path[: at + 1]].state == WRITING for at in range(len(path)))
-                (self.free if under else self.left).add(page.frame)
+                if under:
+                    self.free.add(page.frame)
+                else:
+                    self.left[page.frame] = (self.dropped_trees, path, READY)
         return freed, doomed
+
+    def swept(self, frames: list[int]) -> None:
+        """The sweeper freed these: tails before heads, and none that a reader's page hangs below."""
+        for frame in frames:
+            tree, path, _ = self.left.pop(frame)
+            below = [(t, p) for t, p, _ in self.left.values()]
+            below += [lease.place for lease in self.leases.values() if lease.kept]
+            assert not any(t == tree and p[: len(path)] == path for t, p in below), (
+                "freed before what is below"
+            )
+            self.free.add(frame)
 
     # -- the table -----------------------------------------------------------------------------------
 
     def states(self) -> dict[int, int]:
-        """What the shared table must say of each frame; `left` ones may still say READY."""
+        """What the shared table must say of each frame."""
         states = dict.fromkeys(self.free, FREE)
         for tree in self.trees.values():
             states.update({page.frame: page.state for page in tree.values()})
         for lease in self.leases.values():
             states.update(dict.fromkeys(lease.out, QUARANTINED if lease.ended else DOOMED))
             states.update(dict.fromkeys(lease.kept, DOOMED))
-        states.update(dict.fromkeys(self.left, READY))
+        states.update({frame: state for frame, (_, _, state) in self.left.items()})
         return states

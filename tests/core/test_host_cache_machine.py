@@ -19,17 +19,18 @@ SPACES = (b"a" * 16, b"b" * 16)
 PATIENCE_S = 10.0
 
 paths = st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(0, 4)).map(
-    lambda drawn: (0,) * drawn[0] + (drawn[1],) * drawn[2]
+    lambda drawn: (0,) * drawn[0] + (drawn[1],) * drawn[2] or (1,)
 )
 spaces = st.sampled_from([SPACES[0], SPACES[0], SPACES[0], SPACES[1]])
 picks = st.integers(0, 1 << 20)
 ranks_quiet = st.sets(st.integers(0, 1))
 mostly_all = st.one_of(st.just({0, 1}), st.just({0, 1}), ranks_quiet)
+seldom = st.integers(0, 7).map(lambda drawn: drawn == 7)
 
 
 class HostCacheMachine(RuleBasedStateMachine):
-    @initialize(limit=st.integers(6, 28), spare=st.integers(0, 6))
-    def start(self, limit: int, spare: int) -> None:
+    @initialize(limit=st.integers(6, 28), spare=st.integers(0, 6), ranks=st.integers(1, 2))
+    def start(self, limit: int, spare: int, ranks: int) -> None:
         self.cache = HostCache(limit + spare, patience_s=PATIENCE_S)
         self.cache.grow(limit)
         self.model = Model(limit)
@@ -37,6 +38,7 @@ class HostCacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.next_sid = 1
         self.next_group = 0
+        self.attach(ranks, 0)
 
     # -- choosing ------------------------------------------------------------------------------------
 
@@ -62,8 +64,12 @@ class HostCacheMachine(RuleBasedStateMachine):
     # -- sessions ------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.model.groups) < 3)
-    @rule(ranks=st.integers(1, 2), missing=st.sampled_from([0, 0, 0, 1]))
-    def attach_group(self, ranks: int, missing: int) -> None:
+    @rule(ranks=st.integers(1, 2), missing=st.sampled_from([0, 0, 0, 1]), really=seldom)
+    def attach_group(self, ranks: int, missing: int, really: bool) -> None:
+        if really or not self.planners():
+            self.attach(ranks, missing)
+
+    def attach(self, ranks: int, missing: int) -> None:
         name = f"group {self.next_group}"
         self.next_group += 1
         members = [("planner", 0)] + [("mover", rank) for rank in range(ranks)]
@@ -84,15 +90,17 @@ class HostCacheMachine(RuleBasedStateMachine):
         self.drain()
 
     @precondition(lambda self: self.model.sessions)
-    @rule(pick=picks, suspect=st.booleans())
+    @rule(pick=picks, suspect=seldom)
     def suspect(self, pick: int, suspect: bool) -> None:
         sid = list(self.model.sessions)[pick % len(self.model.sessions)]
         self.model.sessions[sid].suspect = suspect
         assert self.cache.suspect(sid, suspect) == Status.OK
 
     @precondition(lambda self: self.model.sessions)
-    @rule(pick=picks, how=st.sampled_from(["died", "detach", "detach not quiet"]))
-    def leave(self, pick: int, how: str) -> None:
+    @rule(pick=picks, how=st.sampled_from(["died", "detach", "detach not quiet"]), really=seldom)
+    def leave(self, pick: int, how: str, really: bool) -> None:
+        if not really:
+            return
         sid = list(self.model.sessions)[pick % len(self.model.sessions)]
         if how == "died":
             assert self.cache.died(sid, self.now) == Status.OK
@@ -104,6 +112,21 @@ class HostCacheMachine(RuleBasedStateMachine):
             assert self.cache.detach(sid, False, self.now) == Status.OK
             self.model.sessions[sid].closed = True
         self.drain()
+
+    @precondition(lambda self: self.model.groups)
+    @rule(pick=picks, order=st.booleans(), really=seldom)
+    def engine_is_killed(self, pick: int, order: bool, really: bool) -> None:
+        """All processes of a group die, in one order or the other."""
+        if not really:
+            return
+        name = list(self.model.groups)[pick % len(self.model.groups)]
+        sids = [
+            sid for sid, session in self.model.sessions.items() if session.group == name and not session.dead
+        ]
+        for sid in sids if order else reversed(sids):
+            self.cache.died(sid, self.now)
+            self.model.leave(sid, quiet=False)
+            self.drain()
 
     @rule(sid=st.integers(1000, 1010))
     def unknown_session(self, sid: int) -> None:
@@ -133,7 +156,9 @@ class HostCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.planners())
     @rule(pick=picks, ns=spaces, path=paths, first=st.integers(0, 3), at_least=st.integers(0, 3))
     def load(self, pick: int, ns: bytes, path: Path, first: int, at_least: int) -> None:
-        sid = self.pick_planner(pick)
+        self.load_as(self.pick_planner(pick), ns, path, first, at_least)
+
+    def load_as(self, sid: int, ns: bytes, path: Path, first: int, at_least: int) -> None:
         first = min(first, len(path))
         number = self.model.sessions[sid].last = self.model.sessions[sid].last + 1
         grant = self.cache.begin_load(sid, number, ns, keys(path), first, at_least, self.now)
@@ -161,7 +186,43 @@ class HostCacheMachine(RuleBasedStateMachine):
         patience_s=st.sampled_from([None, None, 0.5]),
     )
     def store(self, pick: int, ns: bytes, path: Path, behind: int, patience_s: float | None) -> None:
+        self.store_as(self.pick_planner(pick), ns, path, behind, patience_s)
+
+    @precondition(lambda self: self.planners())
+    @rule(pick=picks, ns=spaces, path=paths, more=paths)
+    def fill(self, pick: int, ns: bytes, path: Path, more: Path) -> None:
+        """Two turns of a chat, stored and finished."""
         sid = self.pick_planner(pick)
+        self.fill_as(sid, ns, path)
+        self.fill_as(sid, ns, path + more)
+
+    def fill_as(self, sid: int, ns: bytes, path: Path) -> None:
+        self.store_as(sid, ns, path, 0, None)
+        key = sid, self.model.sessions[sid].last
+        if key in self.model.leases:
+            self.end_as(key, {0, 1}, True)
+
+    @precondition(lambda self: self.planners())
+    @rule(pick=picks, other=picks, ns=spaces, path=paths, share=st.integers(1, 10), more=paths)
+    def writer_hangs(self, pick: int, other: int, ns: bytes, path: Path, share: int, more: Path) -> None:
+        """A store is begun, nothing happens for long, then another one wants some of its pages (R8)."""
+        self.store_as(self.pick_planner(pick), ns, path, 0, None)
+        self.now += 2 * PATIENCE_S
+        self.store_as(self.pick_planner(other), ns, path[:share] + more, 0, None)
+
+    @precondition(lambda self: self.planners())
+    @rule(pick=picks, ns=spaces, paths=st.lists(paths, min_size=1, max_size=3), pages=st.integers(0, 12))
+    def flush_under_readers(self, pick: int, ns: bytes, paths: list[Path], pages: int) -> None:
+        """Loads are running when their namespace is flushed and swept (R13)."""
+        sid = self.pick_planner(pick)
+        for path in paths:
+            self.fill_as(sid, ns, path)
+        for path in paths:
+            self.load_as(sid, ns, path[: -(-len(path) // 2)], 0, 1)
+        self.flush_now(ns)
+        self.sweep(pages)
+
+    def store_as(self, sid: int, ns: bytes, path: Path, behind: int, patience_s: float | None) -> None:
         model = self.model
         number = model.sessions[sid].last = model.sessions[sid].last + 1
         epoch = model.epoch(ns) - behind
@@ -181,9 +242,8 @@ class HostCacheMachine(RuleBasedStateMachine):
         assert bool(grant.reason) == (start + taken < len(path))
         for write in writes:
             if isinstance(write, Free):
-                swept = set(write.frames) & model.left
-                model.left -= swept
-                model.free |= swept
+                swept = [frame for frame in write.frames if frame in model.left]
+                model.swept(swept)
                 model.evict([frame for frame in write.frames if frame not in swept])
         if not taken:
             assert grant.status == (Status.OK if not want else grant.status)
@@ -206,7 +266,9 @@ class HostCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not self.model.sessions[key[0]].dead for key in self.model.leases))
     @rule(pick=picks, quiet=mostly_all, whole=st.sampled_from([True, True, False]))
     def end(self, pick: int, quiet: set[int], whole: bool) -> None:
-        key = self.pick_lease(pick)
+        self.end_as(self.pick_lease(pick), quiet, whole)
+
+    def end_as(self, key: tuple[int, int], quiet: set[int], whole: bool) -> None:
         ranks = self.model.groups[self.model.sessions[key[0]].group].ranks
         quiet = {rank for rank in quiet if rank < ranks}
         call = self.cache.finish if whole else self.cache.abort
@@ -251,8 +313,12 @@ class HostCacheMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(ns=st.sampled_from([None, *SPACES]))
-    def flush(self, ns: bytes | None) -> None:
+    @rule(ns=st.sampled_from([None, *SPACES]), really=seldom)
+    def flush(self, ns: bytes | None, really: bool) -> None:
+        if really:
+            self.flush_now(ns)
+
+    def flush_now(self, ns: bytes | None) -> None:
         flushed = self.cache.flush(ns, self.now)
         self.drain()
         assert flushed == (*self.model.flush(ns), self.model.counter)
@@ -262,9 +328,7 @@ class HostCacheMachine(RuleBasedStateMachine):
         left = self.cache.sweep(pages)
         for write in self.drain():
             assert isinstance(write, Free)
-            assert set(write.frames) <= self.model.left
-            self.model.left -= set(write.frames)
-            self.model.free |= set(write.frames)
+            self.model.swept(list(write.frames))
         assert left == len(self.model.left)
 
     # -- after every step ----------------------------------------------------------------------------
@@ -320,4 +384,4 @@ class HostCacheMachine(RuleBasedStateMachine):
 
 
 TestHostCacheMachine = HostCacheMachine.TestCase
-TestHostCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestHostCacheMachine.settings = settings(max_examples=100, stateful_step_count=50)
