@@ -43,7 +43,7 @@ class Task:
 
     id: int
     request: str
-    units: Int32
+    units: Int32 = field(repr=False)
     pages: int
     state: TaskState = TaskState.QUEUED
     reason: str = ""

@@ -91,8 +91,9 @@ class Worker:
 
     @property
     def attached(self) -> bool:
-        """Whether a sidecar is there and gives leases to this worker; it comes and goes by itself."""
-        return self._client.attached and self._client.complete and self._mover.attached
+        """Whether a sidecar is there, and pool is mapped to copy to; it comes and goes by itself."""
+        client = self._client
+        return client.attached and client.complete and client.pool.frames > 0 and self._mover.attached
 
     def ask(self, request: str, chain: PageChain) -> None:
         """At the request's arrival: send its look-up, so that `lookup` can answer at once. Waits for nothing.
@@ -171,6 +172,8 @@ class Worker:
                 return False
             self._client.wait(min(0.01, left_s))  # the mover attaches in its own thread, without a bell here
             self._planner.poll()
+        # What the mover has said before this round trip, the sidecar knows after it (R28).
+        self._client.stats(max(deadline - time.monotonic(), 0.0))
         return True
 
     def flush(self, namespace: bytes = b"", timeout_s: float = 1.0) -> tuple[int, int] | None:

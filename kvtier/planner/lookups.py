@@ -89,6 +89,7 @@ class Lookups:
         record.hit = None
         want = self._want(chain, computed, limit)
         if want.keyed - computed < self._least_tokens:
+            self.learn(record, chain.namespace, chain.keys)
             return self._miss(
                 record, want, "partial" if want.end - computed >= self._least_tokens else "short"
             )
@@ -159,7 +160,7 @@ class Lookups:
 
     def _pages(self, record: Record, want: Want) -> int:
         """Pages from page 0 on that may be asked for now: the quarter of the pool is one limit."""
-        quarter = max(self._client.pool.frames // HELD_SHARE, 1) if self._client.attached else 0
+        quarter = max(self._client.pool.shape.frames // HELD_SHARE, 1) if self._client.attached else 0
         room = max(quarter - (self.held - record.held), 0)
         return min(-(-want.keyed // self._page_tokens), want.first + room, MAX_KEYS)
 

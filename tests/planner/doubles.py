@@ -63,6 +63,7 @@ class FakePool:
 
     def __init__(self, frames: int) -> None:
         self.frames = frames
+        self.shape = self
 
 
 @dataclass
