@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -36,7 +38,7 @@ from demo_processes import DemoError, InferenceWorker, Sidecar
 TEXTS = Path(__file__).parent / "texts"
 QUESTION = "What does Alice find on the glass table?"
 NEW_TOKENS = 48
-BAR_WIDTH = 24
+BAR_WIDTH = 48
 COLOURS = {"computed": "red", "device": "green", "host": "cyan", "sidecar": "cyan"}
 TRIES = 3
 """A host hit is measured again, at most so often in all, when another program took the CPU."""
@@ -88,7 +90,7 @@ class Demo:
         self.stage("cold", "computed")
         self.stage("again", "device")
         self.fill_device()
-        self.stage("others came", "host", again=self.flush_device)
+        self.stage("evicted", "host", again=self.flush_device)
         self.say("Killing the worker with SIGKILL")
         self.stop_worker()
         self.start_worker()
@@ -210,7 +212,7 @@ class Demo:
             again()
         self.stages.append(stage)
         self.console.print(
-            f"[green]✓[/] {name}: KV from {source}, first token after [bold]{stage.seconds:.2f} s[/], "
+            f"[green]✓[/] {name}: [bold]{stage.seconds:.2f} s[/] to the first token, "
             f"{answer['computed']} tokens computed, {stage.reused} reused"
         )
 
@@ -292,30 +294,37 @@ class Demo:
         """The table, the bars and the answer."""
         first = self.stages[0].answer
         table = Table(
-            title=f"one prompt of {len(self.prompt)} tokens, asked {len(self.stages)} times",
+            title=f"One prompt of {len(self.prompt)} tokens, asked {len(self.stages)} times",
             title_justify="left",
+            box=box.SIMPLE_HEAD,
         )
-        for column in ("", "KV came from"):
+        for column in ("", "KV from"):
             table.add_column(column, no_wrap=True)
         for column in ("computed", "reused", "first token", "speed-up"):
             table.add_column(column, justify="right", no_wrap=True)
-        for column in ("tokens", "logits", "time to first token"):
-            table.add_column(column, no_wrap=True)
+        table.add_column("same answer", no_wrap=True)
         slowest = max(stage.seconds for stage in self.stages)
+        bars = Table.grid(padding=(0, 2))
         for stage in self.stages:
             answer = stage.answer
-            table.add_row(
-                stage.name,
-                stage.source,
-                str(answer["computed"]),
-                str(stage.reused),
-                f"{stage.seconds:.2f} s" if stage.seconds >= 1 else f"{stage.seconds * 1000:.0f} ms",
-                f"{self.speed_up(stage):.1f}x" + (f" (try {stage.tries})" if stage.tries > 1 else ""),
-                "same" if answer["generated"] == first["generated"] else "[red]OTHER[/]",
-                "same bits" if answer["first_logits"] == first["first_logits"] else "[red]OTHER[/]",
-                Text(bar(stage.seconds / slowest), style=COLOURS[stage.source]),
+            tokens = answer["generated"] == first["generated"]
+            logits = answer["first_logits"] == first["first_logits"]
+            same = (
+                "bit for bit"
+                if tokens and logits
+                else "[red]other " + ("logits[/]" if tokens else "tokens[/]")
             )
+            shown = f"{stage.seconds:.2f} s" if stage.seconds >= 1 else f"{stage.seconds * 1000:.0f} ms"
+            speed_up = f"{self.speed_up(stage):.1f}x" + (f" (try {stage.tries})" if stage.tries > 1 else "")
+            table.add_row(
+                *(stage.name, stage.source, str(answer["computed"]), str(stage.reused), shown, speed_up),
+                same,
+            )
+            drawn = Text(bar(stage.seconds / slowest), style=COLOURS[stage.source])
+            bars.add_row(stage.name, drawn.append(f" {shown}", style="default"))
         self.console.print(table)
+        self.console.print("  time to first token:\n")
+        self.console.print(Padding(bars, (0, 0, 1, 2)))
         host = next(stage.answer for stage in self.stages if stage.source == "host")
         if host["from_host"]:
             size = host["from_host"] * self.token_bytes
@@ -397,7 +406,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     interrupts = Interrupts()
-    console = Console(width=max(Console().width, 110) if not sys.stdout.isatty() else None)
+    console = Console()
     with tempfile.TemporaryFile() as log:
         demo = Demo(arguments, console, interrupts, log)
         try:

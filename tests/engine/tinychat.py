@@ -8,10 +8,10 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mini_engine.model import ModelConfig
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from mini_engine.model import ModelConfig
 from tests.engine import tiny
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
