@@ -310,16 +310,16 @@ class FakeClient:
         if not finish:
             for page in lease.pages:
                 if self.pages.get(page.key) is page:
-                    self._doom_below(page)
+                    self._doom_below(page, lease.number)
                     del self.pages[page.key]
                     self._free_frame(page)
         return Ended(end.number, Status.OK, visible=len(lease.pages) - dropped, dropped=dropped)
 
-    def _doom_below(self, page: Page) -> None:
+    def _doom_below(self, page: Page, ending: int) -> None:
         for child in [child for child in self.pages.values() if child.parent == page.key]:
-            if child.state == "writing" and child.lease == page.lease:
-                continue  # of the same store: its own end deals with it
-            self._doom_below(child)
+            if child.lease == ending:
+                continue  # of the same store: its own turn comes
+            self._doom_below(child, ending)
             del self.pages[child.key]
             if child.state == "writing":
                 child.state = "doomed"

@@ -360,7 +360,7 @@ def test_units_beyond_the_engines_are_refused():
 
 
 def test_another_thread_is_told_so():
-    client, planner = made()
+    _, planner = made()
     planner.ask("r", chain_of(32))
     caught = []
 
@@ -376,7 +376,7 @@ def test_another_thread_is_told_so():
 
 
 def test_after_close_calls_say_so():
-    client, planner = made()
+    _, planner = made()
     planner.close(0.01)
     planner.close(0.01)
     with pytest.raises(UsageError, match="closed"):
