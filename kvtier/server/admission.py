@@ -49,10 +49,8 @@ class Admission:
         """The client has mapped what it was given, and waits for more (R28)."""
         session = connection.tag
         if isinstance(session, Session):
-            pool = self._state.pool
-            pool.cache.mapped(session.sid, pool.shape.frames_below(request.start))
-            pool.write()
-            connection.send_chunks(pool.memory.chunks)
+            self._state.mapped(session, request.start)
+            connection.send_chunks(self._state.pool.memory.chunks)
 
     def _unfit(self, connection: Connection, request: AttachRequest) -> _Refusal | None:
         low, high = request.versions
@@ -127,6 +125,7 @@ class Admission:
             return Status.BUSY, f"no lock for a session: {error}", None
         session = Session(sid, request.role, request.group, connection.take_pidfd(), connection)
         state.sessions.add(session)
+        state.settled = False
         connection.tag = session
         try:
             connection.attached(

@@ -120,13 +120,17 @@ class Server:
             if now >= self._next_sweep:
                 self._next_sweep = now + self._sweep()
             timeout_s = 0.0 if more else max(0.0, self._next_sweep - time.monotonic())
-            for key, _ in self._selector.select(timeout_s):
-                if key.data is not None:
-                    key.data()
+            self._hear_all(timeout_s)
             more = self._drain()
             pool = self._state.formatted
             if pool is not None and pool.cleaning:
                 more = pool.clean(CLEAN_PAGES) or more
+
+    def _hear_all(self, timeout_s: float) -> None:
+        """Whatever is ready, but for the data socket."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is not None:
+                key.data()
 
     def stop(self) -> None:
         """End `run` soon. From any thread, or a signal handler."""
@@ -169,6 +173,9 @@ class Server:
                 parts = router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
+            if not self._state.settled:
+                # What a client said on the attach socket before it asked ("mapped") counts before the answer.
+                self._hear_all(0.0)
             self._answer(parts)
         return True
 

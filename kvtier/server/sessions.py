@@ -21,6 +21,8 @@ class Session:
     group: str
     pidfd: int
     connection: Connection | None
+    mapped: int = 0
+    """Frames below it are mapped, as far as it has said (R28)."""
     routing: bytes | None = None
     """Of the data socket that said hello; None before."""
     doubted: bool = False

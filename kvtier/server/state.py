@@ -40,6 +40,8 @@ class State:
     formatted: HostPool | None = None
     sessions: Sessions = field(default_factory=Sessions)
     counters: Counters = field(default_factory=Counters)
+    settled: bool = True
+    """Every session has mapped the whole pool: nothing on the attach sockets can change an answer."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -48,6 +50,13 @@ class State:
         if self.formatted is None:
             raise RuntimeError("a session without a pool")
         return self.formatted
+
+    def mapped(self, session: Session, chunks: int) -> None:
+        """The session has mapped that many chunks; leases give only what all of its group have (R28)."""
+        pool = self.pool
+        session.mapped = pool.shape.frames_below(chunks)
+        pool.cache.mapped(session.sid, session.mapped)
+        self.settled = all(one.mapped >= pool.shape.frames for one in self.sessions)
 
     def doubt(self, session: Session) -> None:
         """The session may be dying: no new leases, nothing freed, until it is proven dead (R20)."""
