@@ -2,8 +2,8 @@
 
     python benchmarks/decisions_core.py [long|leaves8|leaves2 ...]
 
-A full cache of a million pages in three shapes: long chains (2,048 pages), 8-page leaves and 2-page leaves (64
-of them under each 16-page trunk). Each round serves a 128k-token prompt of 2,048 pages: a store that evicts
+A full cache of a million pages in three shapes: long chains (2,048 pages), 8-page leaves and 2-page
+leaves (64 of them under each 16-page trunk). Each round serves a 128k-token prompt of 2,048 pages: a store that evicts
 as many, its finish, a load of the same pages, and its release. Frames lie at random, as in a pool that has
 run for a while. Printed are medians in microseconds, with and without the table's writes, beside the budget;
 nothing is asserted. The pool's own bytes are never reserved.
@@ -24,7 +24,6 @@ from typing import TypeVar
 
 from kvtier.core.host_cache import HostCache
 from kvtier.core.writes import READY, Write
-from kvtier.errors import Status
 from kvtier.shm.shape import PoolShape
 from kvtier.shm.tables import Tables
 
@@ -71,45 +70,27 @@ def filled(shape: str) -> HostCache:
     return cache
 
 
-def timed(taken: list[float], act: Callable[[], T]) -> T:
-    begun = time.perf_counter()
-    result = act()
-    taken.append((time.perf_counter() - begun) * 1e6)
-    return result
-
-
 def rounds(cache: HostCache, apply: Callable[[Iterable[Write]], None]) -> dict[str, float]:
     """Median microseconds of each step, table writes included where `apply` does them."""
+
+    def timed(step: str, decide: Callable[..., T], *args: object) -> T:
+        begun = time.perf_counter()
+        result = decide(PLANNER, *args)
+        apply(cache.take_writes())
+        taken[step].append((time.perf_counter() - begun) * 1e6)
+        return result
+
     taken: dict[str, list[float]] = {step: [] for step in STEPS}
     for number in range(1, 2 * ROUNDS, 2):
         keys = os.urandom(32 * PAGES)
-
-        def store() -> int:
-            grant = cache.begin_store(PLANNER, number, NS, keys, 1, 0.0)
-            apply(cache.take_writes())
-            return grant.taken
-
-        def finish(number: int = number) -> None:
-            cache.finish(PLANNER, number, (0,), 0.0)
-            apply(cache.take_writes())
-
-        def load() -> int:
-            grant = cache.begin_load(PLANNER, number + 1, NS, keys, 0, 1, 0.0)
-            apply(cache.take_writes())
-            return len(grant.frames) if grant.status == Status.OK else 0
-
-        def release(number: int = number + 1) -> None:
-            finish(number)
-
-        if timed(taken["store"], store) != PAGES:
-            raise RuntimeError("the store was cut short")
-        timed(taken["finish"], finish)
-        if timed(taken["load"], load) != PAGES:
-            raise RuntimeError("the load was cut short")
-        timed(taken["release"], release)
-    medians = {step: statistics.median(times) for step, times in taken.items()}
+        stored = timed("store", cache.begin_store, number, NS, keys, 1, 0.0)
+        timed("finish", cache.finish, number, (0,), 0.0)
+        loaded = timed("load", cache.begin_load, number + 1, NS, keys, 0, 1, 0.0)
+        timed("release", cache.finish, number + 1, (0,), 0.0)
+        if stored.taken != PAGES or len(loaded.frames) != PAGES:
+            raise RuntimeError(f"cut short: {stored.taken} pages stored, {len(loaded.frames)} loaded")
     sums = [sum(taken[step][at] for step in STEPS) for at in range(ROUNDS)]
-    return {**medians, "together": statistics.median(sums)}
+    return {**{step: statistics.median(taken[step]) for step in STEPS}, "together": statistics.median(sums)}
 
 
 def main() -> None:
@@ -143,6 +124,7 @@ def main() -> None:
     gc.collect()
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
+    del cache
     print(f"memory: {used / FRAMES:.1f} bytes a page beside the table, on long chains (at most 60); "
           f"the table itself {tables.frames.nbytes / FRAMES:.0f}")  # fmt: skip
     tables.close()
