@@ -10,7 +10,7 @@ event fires only when the last byte is in place. Who waits for that event may us
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -45,7 +45,7 @@ class KVBuffers:
     """
 
     layout: KVLayout
-    planes: tuple[torch.Tensor, ...]
+    planes: tuple[torch.Tensor, ...] = field(repr=False)
     shard: int = 0
     replica: int = 0
     replicas: int = 1

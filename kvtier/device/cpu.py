@@ -27,17 +27,17 @@ from kvtier.errors import LayoutError, UsageError
 PIECE_BYTES = 8 << 20
 """A page with more bytes is moved in several pieces: about a millisecond each."""
 
-# One call for many scattered rows, or one call for each run of rows? Measured on Zen 4, in loops like those of
-# `benchmarks/copies.py`, as parts of memcpy's rate: 4 KiB rows by index 0.83 at random, 0.88 in runs of 8 and
-# 0.95 in runs of 16, by slices 0.5, 0.79 and 0.90; 1.5 KiB rows by index 0.50, 0.58 and 0.65, by slices
-# 0.3, 0.58 and 0.74. A run that is the whole page is a plain copy.
+# One call for many scattered rows, or one call for each run of rows? Measured on Zen 4 in loops like
+# those of `benchmarks/copies.py`, as parts of memcpy's rate: 4 KiB rows by index 0.83 at random, 0.88 in
+# runs of 8 and 0.95 in runs of 16, by slices 0.5, 0.79 and 0.90; 1.5 KiB rows by index 0.50, 0.58 and 0.65,
+# by slices 0.3, 0.58 and 0.74. A run that is the whole page is a plain copy.
 LONG_ROW_BYTES = 2048
 SLICE_ROWS = {"short": 8, "long": 32}
 """Runs of this many rows, on average, are copied as slices."""
 SLICE_BYTES = 64 << 10
 """... if one call moves at least as much, over all planes: a call costs a microsecond."""
 
-TOUCH_ROWS = 1024
+TOUCH_ROWS = 2048
 TOUCH_ROW_BYTES = 1024
 """Before scattered rows are moved, the first byte of each of the next `TOUCH_ROWS` is read.
 

@@ -77,6 +77,7 @@ class CopyThread:
         self._unpopulated: deque[npt.NDArray[np.uint8]] = deque()
         self._seen_chunks = (0, 0)
         self._lock = threading.Lock()  # of the bell and whether there still is one
+        self._burial = threading.Lock()  # of `Progress`, once the thread is ending
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -91,7 +92,8 @@ class CopyThread:
                 self._inbox.extend(orders)
         self.ring()
         if not alive:
-            self._bury([order for order in orders if isinstance(order, Job)], Reason.BROKEN)
+            with self._burial:
+                self._bury([order for order in orders if isinstance(order, Job)], Reason.BROKEN)
 
     def ring(self) -> None:
         """Wake the thread. Any thread, any time."""
@@ -161,16 +163,17 @@ class CopyThread:
 
     def _end(self) -> None:
         """The thread's last act, however it came to it."""
-        with self._lock:
-            bell, self._bell = self._bell, -1
-        os.close(bell)
         running = self.lanes.running
-        jobs = self.lanes.jobs() + [order for order in self._inbox if isinstance(order, Job)]
-        if running:
-            # Their frames and units are in use until their events fire: they are never reported as finished.
-            _ABANDONED.append(jobs)
-        else:
-            self._bury(jobs, Reason.CLOSED if self._close_by is not None else Reason.BROKEN)
+        with self._burial:  # what is told from now on is buried after what is here
+            with self._lock:
+                bell, self._bell = self._bell, -1
+            os.close(bell)
+            jobs = self.lanes.jobs() + [order for order in self._inbox if isinstance(order, Job)]
+            if running:
+                # Their frames and units are in use until their events fire: never reported as finished.
+                _ABANDONED.append(jobs)
+            else:
+                self._bury(jobs, Reason.CLOSED if self._close_by is not None else Reason.BROKEN)
         self.attached = False
         self._unpopulated.clear()
         client = getattr(self, "_client", None)
@@ -205,7 +208,7 @@ class CopyThread:
             self.lanes.refuse_waiting(Reason.AWAY)
             if not self.lanes.running:
                 client.release()
-        self.attached = client.attached
+        self.attached = client.attached and client.pool.frames > 0
         if client.attached and (client.attachment_no, client.pool.chunks) != self._seen_chunks:
             number, chunks = self._seen_chunks
             first = chunks if number == client.attachment_no else 0

@@ -146,6 +146,7 @@ def test_a_copy_outlives_its_sidecar_and_the_next_pool_is_attached_when_it_is_qu
     assert engine.finish(engine.give(Kind.OFFLOAD, grant.frames, units)) == [Reason.AWAY]
     sidecar.again()
     old = engine.mover._copying._client.pool
+    engine.mover.wait_progress(0)  # what has finished already
     assert not engine.mover.wait_progress(0.2)  # the new sidecar is there; while the load runs ...
     assert not engine.mover.attached  # ... nothing is attached
     assert old.frames > 0
@@ -173,7 +174,7 @@ def test_without_a_sidecar_copies_fail_and_a_late_one_is_found(tmp_path):
 
 def test_another_geometry_is_refused_at_once(sidecar):
     first = Mover(shapes.joined(), sidecar.run_dir, "a")
-    assert first.attached
+    until(lambda: first.attached, "the mover did not attach")
     with pytest.raises(GeometryError):
         Mover(shapes.joined(row_bytes=4096), sidecar.run_dir, "b")
     assert first.close()
