@@ -302,18 +302,14 @@ class Demo:
             table.add_column(column, no_wrap=True)
         for column in ("computed", "reused", "first token", "speed-up"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("same answer", no_wrap=True)
+        table.add_column("same", no_wrap=True)
         slowest = max(stage.seconds for stage in self.stages)
         bars = Table.grid(padding=(0, 2))
         for stage in self.stages:
             answer = stage.answer
             tokens = answer["generated"] == first["generated"]
             logits = answer["first_logits"] == first["first_logits"]
-            same = (
-                "bit for bit"
-                if tokens and logits
-                else "[red]other " + ("logits[/]" if tokens else "tokens[/]")
-            )
+            same = "yes" if tokens and logits else f"[red]{'logits' if tokens else 'tokens'} differ[/]"
             shown = f"{stage.seconds:.2f} s" if stage.seconds >= 1 else f"{stage.seconds * 1000:.0f} ms"
             speed_up = f"{self.speed_up(stage):.1f}x" + (f" (try {stage.tries})" if stage.tries > 1 else "")
             table.add_row(
@@ -325,6 +321,10 @@ class Demo:
         self.console.print(table)
         self.console.print("  time to first token:\n")
         self.console.print(Padding(bars, (0, 0, 1, 2)))
+        if not self.problems:
+            self.console.print(
+                f"[dim]same: all {len(first['generated'])} tokens, and the first token's logits bit for bit[/]"
+            )
         host = next(stage.answer for stage in self.stages if stage.source == "host")
         if host["from_host"]:
             size = host["from_host"] * self.token_bytes

@@ -1,4 +1,4 @@
-"""The demo as a program, on a tiny model: its stages, and that nothing of it is left whenever it is interrupted."""
+"""The demo as a program, on a tiny model: its stages, and that nothing is left of it after an interrupt."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_demo_fails_where_a_promise_is_not_kept(model: Path, runs: list[Run]
 
 
 def test_an_interrupt_at_any_moment_leaves_nothing(model: Path, runs: list[Run], whole_run_s: float) -> None:
-    """A dozen moments over the whole run; by turns to the process group, as Ctrl-C, and to the parent only."""
+    """A dozen moments over the whole run; by turns to the group, as Ctrl-C, and to the parent only."""
 
     def interrupt(moment: int) -> tuple[int, int, str]:
         start = time.monotonic()
