@@ -42,6 +42,8 @@ class Link:
     fd: int
     """The socket's own descriptor: edge-triggered, so a wake-up only; `readable` tells."""
     complete: bool
+    wait_ms: int = -1
+    """The socket's receive timeout, where the owner has set it."""
 
     def readable(self) -> bool:
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

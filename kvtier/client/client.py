@@ -13,7 +13,6 @@ Longer than 300 lines: the two halves, posting and attaching again, share the st
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -22,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,7 @@ MAX_OWED = 65_536
 _SLICE_S = 0.05
 _CLOSE_S = 1.0
 _NEVER = float("inf")
+_NOBLOCK = int(zmq.NOBLOCK)
 _ENDS = (Finish, Abort, Quiet)
 
 _KEPT: list[Attachment] = []
@@ -259,11 +260,16 @@ class CacheClient:
             left = deadline - time.monotonic()
             if left <= 0 or link is None:
                 break
-            link.socket.RCVTIMEO = max(1, int(min(left, _SLICE_S) * 1000))
-            with contextlib.suppress(zmq.Again):
-                self._receive(link, link.socket.recv())
-                continue
-            self._work(time.monotonic())
+            wait_ms = ceil(min(left, _SLICE_S) * 1000)
+            if wait_ms != link.wait_ms:
+                link.socket.set(zmq.RCVTIMEO, wait_ms)
+                link.wait_ms = wait_ms
+            try:
+                data = link.socket.recv()
+            except zmq.Again:
+                self._work(time.monotonic())
+            else:
+                self._receive(link, data)
         self._work(time.monotonic())
         mine = self._taken(rid)
         if mine is not None:
@@ -457,7 +463,7 @@ class CacheClient:
             deadline = _NEVER
         else:
             try:
-                link.socket.send(data, zmq.NOBLOCK)
+                link.socket.send(data, _NOBLOCK)
             except zmq.Again:
                 return None
         self._rid = rid
@@ -470,7 +476,7 @@ class CacheClient:
     def _send_owed(self, link: Link) -> None:
         while self._owed and len(self._open) - len(self._owed) < MAX_UNANSWERED:
             try:
-                link.socket.send(self._owed[0][1], zmq.NOBLOCK)
+                link.socket.send(self._owed[0][1], _NOBLOCK)
             except zmq.Again:
                 return
             self._owed.popleft()
@@ -481,7 +487,7 @@ class CacheClient:
         if link is None:
             return
         while link.readable():
-            self._receive(link, link.socket.recv(zmq.NOBLOCK))
+            self._receive(link, link.socket.recv(_NOBLOCK))
             if self._link is not link:
                 return
         if self._watch.poll(0):

@@ -85,8 +85,8 @@ def test_a_server_that_answers_nonsense_is_let_go_without_an_exception(tmp_path,
     with served(tmp_path / "run") as here, Pair(here, timeout_s=1.0) as pair:
         planner, number = pair.planner, pair.planner.attachment_no
 
-        def nonsense(parts: list[bytes]) -> None:
-            here.server._router.send_multipart((parts[0], b"\xc1nonsense"))
+        def nonsense(routing: bytes, data: memoryview, parts: int) -> None:
+            here.server._router.send_multipart((routing, b"\xc1nonsense"))
 
         monkeypatch.setattr(here.server, "_answer", nonsense)
         rid = planner.post(Lookup(b"n" * 16, b""), 10.0)
