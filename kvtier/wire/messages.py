@@ -2,6 +2,9 @@
 
 Keys travel as packed bytes, 32 a page; frames and their generations as numpy arrays. Values only: `codec`
 turns them into bytes and back. Imports numpy and the ground floor.
+
+By convention nobody changes a message. The classes are not frozen: that would cost a microsecond for each
+object on the hot path, and 10 ms of the sidecar's start.
 """
 
 from __future__ import annotations
@@ -48,14 +51,14 @@ class Op(enum.IntEnum):
 # --- what is asked ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hello:
     """Ties this socket to the session: the first message of each new socket."""
 
     op: ClassVar[Op] = Op.HELLO
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lookup:
     """How much of this chain is there? Holds nothing. `keys`: packed, from the chain's first page."""
 
@@ -64,7 +67,7 @@ class Lookup:
     op: ClassVar[Op] = Op.LOOKUP
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadChain:
     """One load: `keys` from the chain's first page; pages from `first` on are wanted, at least `at_least` of
     them (R6: fewer is a miss and makes no lease). `number`: the lease's, rising in the session (R1)."""
@@ -76,13 +79,13 @@ class LoadChain:
     at_least: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeginLoad:
     chains: tuple[LoadChain, ...]
     op: ClassVar[Op] = Op.BEGIN_LOAD
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreChain:
     """One store: `keys` from the chain's first page to the last that is to be stored; `epoch`: the
     namespace's, as told by the look-up or load that the KV goes back to (R13)."""
@@ -93,13 +96,13 @@ class StoreChain:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeginStore:
     chains: tuple[StoreChain, ...]
     op: ClassVar[Op] = Op.BEGIN_STORE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """The end of one lease. `quiet`: ranks of the movers whose last event on it has fired (R9)."""
 
@@ -107,19 +110,19 @@ class End:
     quiet: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finish:
     ends: tuple[End, ...]
     op: ClassVar[Op] = Op.FINISH
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Abort:
     ends: tuple[End, ...]
     op: ClassVar[Op] = Op.ABORT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Quiet:
     """A mover says that it touches these leases of `planner_sid` no more (R9)."""
 
@@ -128,7 +131,7 @@ class Quiet:
     op: ClassVar[Op] = Op.QUIET
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flush:
     """Forget one namespace, or all with ns = b"" (R13)."""
 
@@ -136,14 +139,14 @@ class Flush:
     op: ClassVar[Op] = Op.FLUSH
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stats:
     """Counters. Needs no session and formats nothing."""
 
     op: ClassVar[Op] = Op.STATS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Detach:
     """The session ends. `quiet`: its last event has fired; else frames wait for the proof of death (R11)."""
 
@@ -154,7 +157,7 @@ class Detach:
 Body: TypeAlias = Hello | Lookup | BeginLoad | BeginStore | Finish | Abort | Quiet | Flush | Stats | Detach
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """A body and its envelope. `rid` rises within the socket; `expires`: CLOCK_MONOTONIC in ns after which
     the server does nothing but say so, 0 = never; `sid` = 0: without a session (`stats` only)."""
@@ -169,7 +172,7 @@ class Request:
 # --- what is answered -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HelloReply:
     """`complete`: all movers of the group are attached, so leases are granted (R2)."""
 
@@ -177,7 +180,7 @@ class HelloReply:
     op: ClassVar[Op] = Op.HELLO
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LookupReply:
     """`ready`: visible pages from the chain's first on; `pending`: those after them being written."""
 
@@ -187,7 +190,7 @@ class LookupReply:
     op: ClassVar[Op] = Op.LOOKUP
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoadGrant:
     """The answer to one `LoadChain`. With status OK the frames of pages `first`, `first + 1`, ... are held
     under the lease, and `gens` are their generations, to be compared after the copy (R31); else nothing is
@@ -204,13 +207,13 @@ class LoadGrant:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadReply:
     grants: tuple[LoadGrant, ...]
     op: ClassVar[Op] = Op.BEGIN_LOAD
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoreGrant:
     """The answer to one `StoreChain`. With status OK, `frames` are for pages `start`, `start + 1`, ...
     (`taken` of them); pages before `start` are there already or are being written by others (`pending`);
@@ -227,13 +230,13 @@ class StoreGrant:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreReply:
     grants: tuple[StoreGrant, ...]
     op: ClassVar[Op] = Op.BEGIN_STORE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """`status`: OK, or DONE when the lease had ended before. `visible`: its pages that can be found now;
     `dropped`: those that were lost with an ancestor, an abort or a flush (R7, R13); `superseded`: those
@@ -247,7 +250,7 @@ class Ended:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndReply:
     """Answers `Finish`, `Abort` and `Quiet`, one entry for each lease named, in order."""
 
@@ -255,7 +258,7 @@ class EndReply:
     ended: tuple[Ended, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FlushReply:
     freed: int
     doomed: int
@@ -263,13 +266,13 @@ class FlushReply:
     op: ClassVar[Op] = Op.FLUSH
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StatsReply:
     values: dict[str, int | str]
     op: ClassVar[Op] = Op.STATS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DetachReply:
     op: ClassVar[Op] = Op.DETACH
 
@@ -279,7 +282,7 @@ ReplyBody: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """`status` is the request's as a whole (each chain and each end has its own); `body` is None where the
     request was not carried out: `text` says why. A client makes replies of its own with status AWAY."""
