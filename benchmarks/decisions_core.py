@@ -3,7 +3,8 @@
     python benchmarks/decisions_core.py [long|leaves8|leaves2 ...]
 
 A full cache of a million pages in three shapes: long chains (2,048 pages), 8-page leaves and 2-page
-leaves (64 of them under each 16-page trunk). Each round serves a 128k-token prompt of 2,048 pages: a store that evicts
+leaves (64 of them under each 16-page trunk). Each round serves a 128k-token prompt of 2,048 pages: a store
+that evicts
 as many, its finish, a load of the same pages, and its release. Frames lie at random, as in a pool that has
 run for a while. Printed are medians in microseconds, with and without the table's writes, beside the budget;
 nothing is asserted. The pool's own bytes are never reserved.

@@ -7,9 +7,9 @@ from array import array
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.chains import keys
 
 from kvtier.core.prefix_tree import Node, PrefixTree
+from tests.core.chains import keys
 
 WIDTH = 12
 
