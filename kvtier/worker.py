@@ -14,7 +14,6 @@ An engine's step, in this order:
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from os import PathLike
@@ -35,8 +34,6 @@ from kvtier.wire.plan import HEADER_WORDS
 
 if TYPE_CHECKING:
     from kvtier.device.base import Copier, KVBuffers
-
-log = logging.getLogger("kvtier")
 
 DEFAULTS = Options()
 LOOKUP_WAIT_S = 0.001
@@ -85,9 +82,6 @@ class Worker:
         self._planner = Planner(self._client, 1, options, units=buffers.units)
         self._tasks: dict[int, Task] = {}
         self._closed = False
-        if not self._client.attached:
-            why = self._client.refused or "nobody answers there"
-            log.warning("no kvtier sidecar at %s (%s): going on without it, until it comes", where, why)
 
     @property
     def attached(self) -> bool:

@@ -19,7 +19,16 @@ from kvtier.planner.counters import Counters, Outcome
 from kvtier.planner.link import Link
 from kvtier.planner.records import Question, Record
 from kvtier.tasks import Hit
-from kvtier.wire.messages import MAX_KEYS, BeginLoad, LoadChain, LoadReply, Lookup, LookupReply, Reply
+from kvtier.wire.messages import (
+    MAX_KEYS,
+    BeginLoad,
+    LoadChain,
+    LoadGrant,
+    LoadReply,
+    Lookup,
+    LookupReply,
+    Reply,
+)
 
 log = logging.getLogger("kvtier")
 
@@ -79,7 +88,7 @@ class Lookups:
         if record.epoch or record.asked is not None or record.learning:
             return True
         question = Lookup(ns, keys[: MAX_KEYS * KEY_BYTES])
-        record.learning = self._link.post(question, partial(self._learned, record))
+        record.learning = self._link.post(question, partial(self._learned, record, len(question.keys)))
         return record.learning
 
     def lookup(
@@ -187,30 +196,35 @@ class Lookups:
         if record.asked is not question:
             return  # withdrawn: its abort has been posted, or went with the session
         self._set_asked(record, None)
-        grant = reply.body.grants[0] if isinstance(reply.body, LoadReply) and reply.body.grants else None
+        grant = _grant(reply, question)
         status = reply.status if grant is None else grant.status
         if status in _NOT_TOLD and record.answer is not None:
             return  # an older lease is better than no answer
         self._give_back(record)
         question.answered_at = self._link.now()
         if grant is not None:
-            question.ready = grant.ready
+            question.ready = min(grant.ready, len(question.keys) // KEY_BYTES)
             record.epoch = grant.epoch or record.epoch
-            record.next_page = max(record.next_page, grant.ready)
+            record.next_page = max(record.next_page, question.ready)
             if status is Status.OK:
                 question.frames, question.gens = grant.frames, grant.gens
-        word = "" if grant is None else grant.reason
-        question.reason = _SHORTER.get(word, word) or _WORDS.get(status, "refused")
+        if grant is None or status is not Status.OK:
+            word = "" if grant is None else grant.reason
+            question.reason = _SHORTER.get(word, word) or _WORDS.get(status, "refused")
+        else:
+            question.reason = grant.reason
+        if grant is None and status is Status.OK:
+            self._link.abort(question.number, self._ranks)
         if question.reason == "refused":
             text = reply.text if grant is None else grant.text
             log.debug("a look-up was answered with %s: %s", status.name, text)
         self._set_answer(record, question)
 
-    def _learned(self, record: Record, reply: Reply) -> None:
+    def _learned(self, record: Record, asked_bytes: int, reply: Reply) -> None:
         record.learning = False
         if isinstance(reply.body, LookupReply) and reply.status is Status.OK:
             record.epoch = reply.body.epoch
-            record.next_page = max(record.next_page, reply.body.ready)
+            record.next_page = max(record.next_page, min(reply.body.ready, asked_bytes // KEY_BYTES))
 
     # --- deciding ---
 
@@ -310,8 +324,21 @@ class Lookups:
         self.held += record.held - before
 
 
+def _grant(reply: Reply, question: Question) -> LoadGrant | None:
+    """The answer to `question`; None if it is none, or cannot be true."""
+    if not isinstance(reply.body, LoadReply) or len(reply.body.grants) != 1:
+        return None
+    grant = reply.body.grants[0]
+    frames = grant.frames
+    if grant.number != question.number or len(frames) > question.pages or len(grant.gens) != len(frames):
+        return None
+    if grant.status is Status.OK and (len(frames) < question.at_least or int(frames.min()) < 0):
+        return None
+    return grant
+
+
 _WORDS = {
-    Status.OK: "",
+    Status.OK: "refused",
     Status.MISS: "absent",
     Status.FULL: "busy",
     Status.BUSY: "busy",

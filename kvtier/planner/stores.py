@@ -155,10 +155,13 @@ class Stores:
 
     def _granted(self, jobs: list[Job], reply: Reply) -> None:
         grants = reply.body.grants if isinstance(reply.body, StoreReply) else ()
-        if len(grants) != len(jobs):
+        if len(grants) != len(jobs) or any(map(_impossible, grants, jobs)):
             if reply.text:
                 log.debug("a begin_store was answered with %s: %s", reply.status.name, reply.text)
-            grants = tuple(StoreGrant(job.number, reply.status) for job in jobs)
+            status = reply.status if reply.status is not Status.OK else Status.BAD
+            grants = tuple(StoreGrant(job.number, status) for job in jobs)
+            for job in jobs:  # whatever was granted after all, nothing is copied to it
+                self._link.abort(job.number, self._ranks)
         for job, grant in zip(jobs, grants, strict=True):
             if job in self._asked:  # else it was cancelled, and its abort is on the way
                 self._asked.remove(job)
@@ -223,6 +226,17 @@ class Stores:
     def _end(self, job: Job, state: TaskState, reason: str) -> None:
         job.task.state, job.task.reason = state, reason
         self.ended.append(job)
+
+
+def _impossible(grant: StoreGrant, job: Job) -> bool:
+    """Whether `grant` cannot be the answer to `job`."""
+    frames = grant.frames
+    return (
+        grant.number != job.number
+        or len(frames) != grant.taken
+        or grant.start + grant.taken > len(job.keys) // KEY_BYTES
+        or (len(frames) > 0 and int(frames.min()) < 0)
+    )
 
 
 _WORDS = {

@@ -205,7 +205,8 @@ class FakeClient:
         pins: dict[int, int] = {}
         for lease in self.leases.values():
             for page in lease.pinned:
-                pins[page.frame] = pins.get(page.frame, 0) + 1
+                if self.pages.get(page.key) is page:  # a writer's page may have been aborted under its reader
+                    pins[page.frame] = pins.get(page.frame, 0) + 1
         assert {page.frame: page.pins for page in self.pages.values() if page.pins} == pins
 
     # --- the sidecar ---
