@@ -53,6 +53,12 @@ def serve(run_dir: Path, size: str = "1GiB") -> subprocess.Popen[str]:
     )
 
 
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    if process.stdout is None or not select.select([process.stdout], [], [], 30)[0]:
+        raise SystemExit("the sidecar did not come up")
+    process.stdout.readline()
+
+
 def private_bytes(pid: int) -> int:
     """Memory that only this process has, from smaps_rollup."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -64,9 +70,7 @@ def first_lookup_s(run_dir: Path) -> float:
     keys = bytes(32 * PAGES)
     started = time.perf_counter()
     process = serve(run_dir)
-    attach = run_dir / "attach.sock"
-    while not attach.exists():
-        time.sleep(0.001)
+    wait_until_ready(process)
     with CacheClient(run_dir, layout=LAYOUT, group="start", timeout_s=5.0) as client:
         while not client.attached:
             client.wait(0.01)
@@ -182,9 +186,7 @@ def main() -> None:
             f" of 7 ({min(starts) * 1000:.0f} to {max(starts) * 1000:.0f})"
         )
         process = serve(Path(folder) / "run")
-        if process.stdout is None or not select.select([process.stdout], [], [], 30)[0]:
-            raise SystemExit("the sidecar did not come up")
-        process.stdout.readline()
+        wait_until_ready(process)
         for clients in (1, 4):
             load_test(Path(folder) / "run", clients, chosen.seconds)
         print(

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from kvtier.errors import KVTierError, Status
+from kvtier.errors import KVTierError, Status, UsageError
 from kvtier.server.hostpool import HostPool
 from kvtier.server.sessions import Session
 from kvtier.server.state import State
@@ -113,7 +113,10 @@ class Admission:
     def _admit(self, connection: Connection, request: AttachRequest, now: float) -> Session | _Refusal:
         state, pool = self._state, self._state.pool
         sid = state.sessions.new_sid()
-        attached = pool.cache.attach(sid, request.group, request.role, request.rank, request.ranks, now)
+        try:
+            attached = pool.cache.attach(sid, request.group, request.role, request.rank, request.ranks, now)
+        except UsageError as error:
+            return Status.BAD, str(error), None
         if attached.status != Status.OK:
             return attached.status, attached.text, None
         pool.write()

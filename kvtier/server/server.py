@@ -16,6 +16,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import selectors
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import zmq
 
+from kvtier.config import format_size
 from kvtier.errors import Status
 from kvtier.server.admission import Admission
 from kvtier.server.answers import Answers
@@ -38,12 +40,20 @@ from kvtier.wire.codec import decode_request, encode_reply
 from kvtier.wire.messages import BadRequest, Reply
 from kvtier.wire.packing import MAX_MESSAGE_BYTES, MAX_PARTS
 
+MAX_CONNECTIONS = 512
+"""On the attach socket: twice the sessions, so that newcomers can be refused by name."""
+STRANGER_S = 10.0
+"""How long a connection may stay without a session."""
+OPEN_FILES = 4096
+"""Descriptors: for each session connection, pidfd and data socket, and for each chunk one."""
 HIGH_WATER_MARK = 64
 """Messages that wait in one direction for one peer."""
 SWEEP_S = 1.0
 """How often liveness, the heartbeat and a slice of the core's own check are due."""
 DOUBT_S = 0.05
 """The same for liveness, while the end of a session is not proven yet."""
+PROGRESS_S = 1.0
+"""How often the log says how far the reservation is."""
 CHECK_NODES = 200
 CLEAN_PAGES = 4096
 """Slices of the core's own check, and of freeing what a flush left: each about 1 ms (R18)."""
@@ -63,10 +73,11 @@ class Server:
 
     def __init__(self, run_dir: str | Path, pool_bytes: int, *, patience_s: float = 10.0) -> None:
         preflight.require(preflight.run(pool_bytes))
+        _raise_open_files()
         # Milliseconds since the epoch rise with each start (R1), without a file that outlives the server.
         self._state = State(pool_bytes, server_gen=time.time_ns() // 1_000_000, patience_s=patience_s)
         self._stopping = False
-        self._next_sweep = 0.0
+        self._next_sweep = self._next_progress = 0.0
         self._watched_memory = -1
         self._connections: set[Connection] = set()
         with ExitStack() as made:  # undone in reverse, now when something fails, or by close()
@@ -224,7 +235,7 @@ class Server:
     # --- the attach socket ---
 
     def _accept(self) -> None:
-        for connection in self._listener.accept():
+        for connection in self._listener.accept(room=MAX_CONNECTIONS - len(self._connections)):
             self._connections.add(connection)
             self._selector.register(
                 connection.fileno(), selectors.EVENT_READ, partial(self._hear, connection)
@@ -281,7 +292,16 @@ class Server:
     def _reserved(self) -> None:
         """The reserving child reports: new frames go to the core, new chunks to those who wait."""
         pool = self._state.pool
-        if pool.step():
+        rose = pool.step()
+        now = time.monotonic()
+        if pool.memory.finished or now >= self._next_progress:
+            self._next_progress = now + PROGRESS_S
+            log.info(
+                "pool: %s of %s reserved",
+                format_size(pool.memory.reserved_bytes),
+                format_size(pool.shape.pool_bytes),
+            )
+        if rose:
             for session in self._state.sessions:
                 if session.connection is not None:
                     session.connection.send_chunks(pool.memory.chunks)
@@ -316,6 +336,9 @@ class Server:
         self._state.counters.sweeps += 1
         for session in self._state.sessions.doubted():
             self._probe(session)
+        for connection in list(self._connections):
+            if connection.tag is None and connection.since + STRANGER_S < time.monotonic():
+                self._hang_up(connection)
         pool = self._state.formatted
         if pool is not None:
             pool.tables.beat(time.monotonic_ns())
@@ -323,3 +346,11 @@ class Server:
         # Young garbage only: a full collection would stop the loop for O(nodes).
         gc.collect(1)
         return DOUBT_S if self._state.sessions.doubted() else SWEEP_S
+
+
+def _raise_open_files() -> None:
+    """Many hosts start processes with room for 1,024 descriptors; raise that as far as they allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kvtier.server.server import Server
 from kvtier.wire.messages import Lookup, StoreChain
 from tests.client.test_client import ALL, chain, epoch_of, load, store
 from tests.server.sidecar import Pair, layout, until
+
+SEQPACKET = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @contextmanager
@@ -191,6 +194,18 @@ def test_a_flush_of_many_pages_is_freed_in_slices(tmp_path):
             lambda: read_stats(here.run_dir, 10).body.values["frames_free"] == 1024,
             "the frames did not come back",
         )
+
+
+def test_a_connection_without_a_session_is_closed_after_a_while(tmp_path, monkeypatch):
+    """Nobody keeps a place on the attach socket by saying nothing; a session's connection stays."""
+    monkeypatch.setattr("kvtier.server.server.STRANGER_S", 0.0)
+    with served(tmp_path / "run") as here, Pair(here) as pair, socket.socket(*SEQPACKET) as silent:
+        silent.settimeout(20)
+        silent.connect(str(tmp_path / "run" / "attach.sock"))
+        assert silent.recv(1024)  # the greeting
+        assert silent.recv(1024) == b""
+        assert pair.planner.poll() == []
+        assert pair.planner.attached
 
 
 def test_stats_are_plain_numbers_and_texts(tmp_path):
