@@ -46,14 +46,14 @@ def filled(shape: str) -> HostCache:
     cache.attach(PLANNER, "engine", "planner", 0, 1, 0.0)
     cache.attach(MOVER, "engine", "mover", 0, 1, 0.0)
     cache.mapped(MOVER, FRAMES)
-    frames = list(cache._free.take(FRAMES))
+    frames = list(cache._book.free.take(FRAMES))
     random.Random(1).shuffle(frames)
     packed = array("i", frames).tobytes()
     del frames
-    space = cache._spaces.get_or_add(NS)
+    space = cache._book.spaces.get_or_add(NS)
     if space is None:
         raise RuntimeError("no namespace")
-    tree, root, at = cache._tree, space.root, 0
+    tree, root, at = cache._book.tree, space.root, 0
 
     def values(pages: int) -> bytes:
         nonlocal at

@@ -1,74 +1,71 @@
-"""The invariants of `HostCache`, checked from outside for `HostCache.check`. Standard library only."""
+"""The invariants of `HostCache`, checked from outside for its `check`. Standard library only."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from kvtier.core.checks import require
 from kvtier.core.leases import Lease
+from kvtier.core.ledger import Ledger
 from kvtier.core.prefix_tree import Node
 from kvtier.core.writes import DOOMED, LOAD, READY, WRITING
 
-if TYPE_CHECKING:
-    from kvtier.core.host_cache import HostCache
 
-
-def check_counts(cache: HostCache) -> None:
+def check_counts(book: Ledger) -> None:
     """The counts add up: every frame is in one place. O(1)."""
     placed = (
-        len(cache._free)
-        + cache._tree.pages
-        + cache._doomed
-        + cache._quarantined
-        + cache._clearing.pages
-        + cache._clearing.kept
+        len(book.free)
+        + book.tree.pages
+        + book.doomed
+        + book.quarantined
+        + book.clearing.pages
+        + book.clearing.kept
     )
-    require(placed == cache.limit, f"{cache.limit} frames exist, {placed} are somewhere")
-    require(0 <= cache._writing <= cache._tree.held <= cache._tree.pages, "WRITING pages are held")
+    require(placed == book.free.limit, f"{book.free.limit} frames exist, {placed} are somewhere")
+    require(0 <= book.writing <= book.tree.held <= book.tree.pages, "WRITING pages are held")
 
 
-def check_slice(cache: HostCache) -> Iterator[None]:
+def check_slice(book: Ledger) -> Iterator[None]:
     """Check node after node, while the trees may change in between."""
-    for root in list(cache._tree.roots):
+    for root in list(book.tree.roots):
         stack: list[Node] = list((root.children or {}).values())
         while stack:
             node = stack.pop()
-            if node.parent is None or node.root not in cache._tree.roots:
+            if node.parent is None or node.root not in book.tree.roots:
                 continue  # gone since: evicted, merged or flushed
             if (node.parent.children or {}).get(node.key) is node:
-                _check_node(cache, node)
+                _check_node(book, node)
                 stack.extend((node.children or {}).values())
             yield
 
 
-def check_all(cache: HostCache) -> None:
+def check_all(book: Ledger) -> None:
     """Everything. O(pages)."""
-    untouched, waiting = cache._clearing.untouched(), cache._clearing.waiting()
-    cache._tree.check(untouched)
-    seen = cache._free.frames()
+    untouched, waiting = book.clearing.untouched(), book.clearing.waiting()
+    book.tree.check(untouched)
+    seen = book.free.frames()
     writing = 0
-    for root in cache._tree.roots:
-        for node in cache._tree.walk(root):
-            _check_node(cache, node)
+    for root in book.tree.roots:
+        for node in book.tree.walk(root):
+            _check_node(book, node)
             seen.extend(node.pages())
             writing += node.count if node.state == WRITING else 0
-    require(writing == cache._writing, f"{cache._writing} WRITING pages counted, {writing} there")
+    require(writing == book.writing, f"{book.writing} WRITING pages counted, {writing} there")
     left = [*untouched, *waiting]
-    require(sum(node.count for node in left) == cache._clearing.pages, "pages left to sweep")
+    require(sum(node.count for node in left) == book.clearing.pages, "pages left to sweep")
     for node in left:
         seen.extend(node.pages())
-    seen.extend(_check_leases(cache))
-    require(len(seen) == cache.limit, f"{cache.limit} frames exist, {len(seen)} are somewhere")
+    seen.extend(_check_leases(book))
+    require(len(seen) == book.free.limit, f"{book.free.limit} frames exist, {len(seen)} are somewhere")
     require(len(set(seen)) == len(seen), "a frame is in two places")
-    require(not seen or (min(seen) >= 0 and max(seen) < cache.limit), "a frame does not exist")
-    _check_sessions(cache)
-    _check_spaces(cache)
+    require(not seen or (min(seen) >= 0 and max(seen) < book.free.limit), "a frame does not exist")
+    _check_sessions(book)
+    _check_spaces(book)
 
 
-def _check_node(cache: HostCache, node: Node) -> None:
-    cache._tree.check_node(node)
+def _check_node(book: Ledger, node: Node) -> None:
+    book.tree.check_node(node)
     if node.state == WRITING:
         owner = node.owner
         require(isinstance(owner, Lease), "a WRITING node has no lease")
@@ -80,14 +77,14 @@ def _check_node(cache: HostCache, node: Node) -> None:
         require(node.state == READY and node.owner is None, f"node of state {node.state}, owner {node.owner}")
 
 
-def _check_leases(cache: HostCache) -> array[int]:
+def _check_leases(book: Ledger) -> array[int]:
     """Frames that leases keep out of the tree; each pin belongs to one lease."""
     frames = array("i")
     pins: dict[Node, int] = {}
     kept: dict[Node, None] = {}
     doomed = quarantined = 0
-    for lease in cache._leases:
-        require(cache._sessions.by_sid.get(lease.session.sid) is lease.session, "a lease without session")
+    for lease in book.leases:
+        require(book.sessions.by_sid.get(lease.session.sid) is lease.session, "a lease without session")
         require(lease.session.leases.get(lease.number) is lease, "a session does not know its lease")
         require(lease in lease.space.leases, "a namespace does not know its lease")
         require(not (lease.ended and lease.settled), "an ended lease that nobody can touch any more")
@@ -104,38 +101,36 @@ def _check_leases(cache: HostCache) -> array[int]:
             while lease.node.state == DOOMED and at is not None and at.parent is not None:
                 kept[at] = None
                 at = at.parent
-    require(doomed == cache._doomed, f"{cache._doomed} DOOMED frames counted, {doomed} there")
-    require(
-        quarantined == cache._quarantined, f"{cache._quarantined} quarantined counted, {quarantined} there"
-    )
+    require(doomed == book.doomed, f"{book.doomed} DOOMED frames counted, {doomed} there")
+    require(quarantined == book.quarantined, f"{book.quarantined} quarantined counted, {quarantined} there")
     for node, count in pins.items():
         require(node.pins == count, f"a node has {node.pins} pins, {count} leases pin it")
-    in_trees = sum(node.pins for root in cache._tree.roots for node in cache._tree.walk(root))
+    in_trees = sum(node.pins for root in book.tree.roots for node in book.tree.walk(root))
     require(in_trees == sum(n for node, n in pins.items() if node.state != DOOMED), "a pin without lease")
-    require(sum(node.count for node in kept) == cache._clearing.kept, "pages kept for readers")
+    require(sum(node.count for node in kept) == book.clearing.kept, "pages kept for readers")
     for node in kept:
         require(node.state == DOOMED, "a kept node is not DOOMED")
         frames.extend(node.pages())
     return frames
 
 
-def _check_sessions(cache: HostCache) -> None:
-    slots = [session.slot for session in cache._sessions.by_sid.values()]
+def _check_sessions(book: Ledger) -> None:
+    slots = [session.slot for session in book.sessions.by_sid.values()]
     require(len(set(slots)) == len(slots), "two sessions share a slot")
-    for session in cache._sessions.by_sid.values():
+    for session in book.sessions.by_sid.values():
         charge = sum(lease.charge for lease in session.leases.values())
         require(charge == session.charge, f"session charged {session.charge}, its leases {charge}")
         require(session.leases == {} or not session.dead or session.charge >= 0, "charge of a dead session")
         require(not session.dead or bool(session.leases), "a dead session lingers without a lease")
-        require(cache._sessions.groups.get(session.group.name) is session.group, "a session without group")
+        require(book.sessions.groups.get(session.group.name) is session.group, "a session without group")
 
 
-def _check_spaces(cache: HostCache) -> None:
-    for ns, space in cache._spaces.by_ns.items():
+def _check_spaces(book: Ledger) -> None:
+    for ns, space in book.spaces.by_ns.items():
         require(space.ns == ns and not space.ended, "a namespace under another's name")
-        require(space.root in cache._tree.roots, "a namespace without tree")
-    require(len(cache._spaces.by_ns) == len(cache._tree.roots), "a tree without namespace")
-    numbers = [space.index for space in [*cache._spaces.by_ns.values(), *cache._spaces.ended]]
+        require(space.root in book.tree.roots, "a namespace without tree")
+    require(len(book.spaces.by_ns) == len(book.tree.roots), "a tree without namespace")
+    numbers = [space.index for space in [*book.spaces.by_ns.values(), *book.spaces.ended]]
     require(len(set(numbers)) == len(numbers), "two namespaces share a number")
-    for space in cache._spaces.ended:
+    for space in book.spaces.ended:
         require(not space.empty, "an ended namespace keeps its number for nothing")

@@ -363,7 +363,7 @@ def test_check_notices_a_lost_frame():
     cache = make()
     Engine(cache).fill("ab")
     cache.check()
-    cache._free.take(1)
+    cache._book.free.take(1)
     with pytest.raises(BrokenInvariantError, match="32 frames exist, 31 are somewhere"):
         cache.check(budget=1)
 
@@ -374,7 +374,7 @@ def test_check_in_slices_finds_a_broken_node():
     for name in "abcdef":
         engine.fill([name, 1])
     cache.check(budget=3)
-    victim = next(iter(next(iter(cache._tree.roots)).children.values()))
+    victim = next(iter(next(iter(cache._book.tree.roots)).children.values()))
     victim.state = 0
     with pytest.raises(BrokenInvariantError, match="state 0"):
         for _ in range(4):
