@@ -2,7 +2,8 @@
 
 One `begin_load` is both question and lease. Always true: what requests hold that are not admitted yet,
 together with what they have asked for, is at most a quarter of the pool, a page counted once for each
-request; a lease is a record's `answer`, or has been handed to a load, or has been aborted.
+request; only one request that is being looked up may hold more, else a prompt of more than a quarter of the
+pool could never be loaded whole. A lease is a record's `answer`, or has been handed to a load, or aborted.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Lookups:
         self._patience_s = options.lookup_ms / 1000
         self.held = 0
         """Pages that unadmitted requests hold or have asked for."""
+        self._large: Record | None = None  # the one that may hold more than the quarter leaves
 
     def ask(self, record: Record, chain: PageChain) -> None:
         """Post the question of a request that has just arrived, unless it cannot bring anything."""
@@ -75,10 +77,10 @@ class Lookups:
         if not self._client.attached:
             return
         want = self._want(chain, 0, None)
-        if self._reach(record, want) >= self._least_tokens:
-            self._post(record, want, chain.keys)
+        if want.keyed < self._least_tokens or self._pages(want, self._room(record)) < self._pages(want):
+            self.learn(record, chain.namespace, chain.keys)  # the rest is for the look-up
         else:
-            self.learn(record, chain.namespace, chain.keys)
+            self._post(record, want, chain.keys, self._pages(want))
 
     def learn(self, record: Record, ns: bytes, keys: bytes) -> bool:
         """Ask for what a store must know, without a lease: the namespace's epoch, and what is there already.
@@ -115,9 +117,10 @@ class Lookups:
             if record.asked is not None and not self._about(record.asked, record, want, keys):
                 self._withdraw(record)
             if record.asked is None:
-                if self._reach(record, want) - computed < self._least_tokens:
+                pages = self._pages(want, None if self._may_be_large(record) else self._room(record))
+                if min(pages * self._page_tokens, want.keyed) - computed < self._least_tokens:
                     return self._give_up(record, want, keys, "held")
-                if not self._post(record, want, keys):
+                if not self._post(record, want, keys, pages):
                     return self._give_up(record, want, keys, "away")
             now = self._link.now()
             if now >= deadline:
@@ -135,7 +138,7 @@ class Lookups:
         if answer is None:
             raise UsageError(f"request {record.request!r} holds no lease")
         self._withdraw(record)
-        self._set_answer(record, None)
+        self._hold(record, record.asked, None)
         record.hit, record.outcome = None, None
         return answer
 
@@ -149,8 +152,7 @@ class Lookups:
         """The session is gone, and its leases with it. A hit that was offered stays, to fail when it is
         loaded.
         """
-        self._set_asked(record, None)
-        self._set_answer(record, None)
+        self._hold(record, None, None)
 
     def void(self, record: Record) -> None:
         """What is held was flushed: give it back. A hit that was offered fails when it is loaded."""
@@ -167,17 +169,21 @@ class Lookups:
         least = -(-(computed + self._least_tokens) // self._page_tokens) - first
         return Want(computed, end, keyed, first, least)
 
-    def _pages(self, record: Record, want: Want) -> int:
-        """Pages from page 0 on that may be asked for now: the quarter of the pool is one limit."""
+    def _pages(self, want: Want, room: int | None = None) -> int:
+        """Pages from page 0 on to ask for: all that is wanted, or as many from `first` on as have room."""
+        pages = min(-(-want.keyed // self._page_tokens), MAX_KEYS)
+        return pages if room is None else min(pages, want.first + room)
+
+    def _room(self, record: Record) -> int:
+        """Pages that `record` may hold within the quarter."""
         quarter = max(self._client.pool.shape.frames // HELD_SHARE, 1) if self._client.attached else 0
-        room = max(quarter - (self.held - record.held), 0)
-        return min(-(-want.keyed // self._page_tokens), want.first + room, MAX_KEYS)
+        large = self._large.held if self._large not in (None, record) else 0
+        return max(quarter - (self.held - record.held - large), 0)
 
-    def _reach(self, record: Record, want: Want) -> int:
-        return min(want.keyed, self._pages(record, want) * self._page_tokens)
+    def _may_be_large(self, record: Record) -> bool:
+        return self._large is None or self._large is record
 
-    def _post(self, record: Record, want: Want, keys: bytes) -> bool:
-        pages = self._pages(record, want)
+    def _post(self, record: Record, want: Want, keys: bytes, pages: int) -> bool:
         question = Question(
             number=self._client.next_number(),
             attachment=self._link.attachment,
@@ -185,21 +191,24 @@ class Lookups:
             keys=keys[: pages * KEY_BYTES],
             first=want.first,
             at_least=max(1, min(want.least, pages - want.first)),
+            cut=pages < self._pages(want),
         )
         chain = LoadChain(question.number, question.ns, question.keys, question.first, question.at_least)
         if not self._link.post(BeginLoad((chain,)), partial(self._answered, record, question)):
             return False
-        self._set_asked(record, question)
+        if question.pages > self._room(record):
+            self._large = record
+        self._hold(record, question, record.answer)
         return True
 
     def _answered(self, record: Record, question: Question, reply: Reply) -> None:
         if record.asked is not question:
             return  # withdrawn: its abort has been posted, or went with the session
-        self._set_asked(record, None)
         grant = _grant(reply, question)
         status = reply.status if grant is None else grant.status
         if status in _NOT_TOLD and record.answer is not None:
-            return  # an older lease is better than no answer
+            self._hold(record, None, record.answer)  # an older lease is better than no answer
+            return
         self._give_back(record)
         question.answered_at = self._link.now()
         if grant is not None:
@@ -218,7 +227,7 @@ class Lookups:
         if question.reason == "refused":
             text = reply.text if grant is None else grant.text
             log.debug("a look-up was answered with %s: %s", status.name, text)
-        self._set_answer(record, question)
+        self._hold(record, None, question)
 
     def _learned(self, record: Record, asked_bytes: int, reply: Reply) -> None:
         record.learning = False
@@ -244,6 +253,8 @@ class Lookups:
         if not self._about(answer, record, want, keys):
             self._give_back(record)
             return False
+        if answer.cut and self._may_be_large(record):
+            return False  # now there is room for the rest
         # What was answered since the first of these calls is new, however long the engine's steps are.
         asked_for_this = record.since is not None and answer.answered_at >= record.since
         return asked_for_this or now - answer.answered_at <= FRESH_S
@@ -304,24 +315,22 @@ class Lookups:
     def _withdraw(self, record: Record) -> None:
         if record.asked is not None:
             self._link.abort(record.asked.number, self._ranks)
-            self._set_asked(record, None)
+            self._hold(record, None, record.answer)
 
     def _give_back(self, record: Record) -> None:
         answer = record.answer
         if answer is not None:
             if len(answer.frames) and answer.attachment == self._link.attachment:
                 self._link.abort(answer.number, self._ranks)
-            self._set_answer(record, None)
+            self._hold(record, record.asked, None)
 
-    def _set_asked(self, record: Record, asked: Question | None) -> None:
+    def _hold(self, record: Record, asked: Question | None, answer: Question | None) -> None:
+        """The one place where a record's question and answer change, so that `held` is right."""
         before = record.held
-        record.asked = asked
+        record.asked, record.answer = asked, answer
         self.held += record.held - before
-
-    def _set_answer(self, record: Record, answer: Question | None) -> None:
-        before = record.held
-        record.answer = answer
-        self.held += record.held - before
+        if self._large is record and not record.held:
+            self._large = None
 
 
 def _grant(reply: Reply, question: Question) -> LoadGrant | None:

@@ -32,6 +32,8 @@ class Question:
     keys: bytes
     first: int
     at_least: int
+    cut: bool = False
+    """More was wanted, but others held too much."""
     answered_at: float = 0.0
     frames: Frames = field(default_factory=lambda: NO_FRAMES)
     gens: Gens = field(default_factory=lambda: NO_GENS)

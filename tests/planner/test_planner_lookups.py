@@ -220,31 +220,43 @@ def test_when_nobody_answers_the_older_lease_is_used():
     assert len(client.leases) == 1
 
 
-def test_unadmitted_requests_hold_at_most_a_quarter_of_the_pool():
+def test_unadmitted_requests_hold_at_most_a_quarter_of_the_pool_but_for_one():
     client, planner = made(frames=32, least=8)
     chains = [chain_of(range(number * 1000, number * 1000 + 41)) for number in range(4)]
     for chain in chains:
         client.store(chain)
     hits = [answered(client, planner, str(number), chain, 0) for number, chain in enumerate(chains)]
-    assert [hit.tokens for hit in hits] == [40, 24, 0, 0]  # 5 + 3 pages are a quarter of 32
-    assert hits[2].reason == "held"
-    assert planner.stats()["held_pages"] == 8
-    assert missed(planner) == {"held": 16 + 40 + 40}
-    planner.load(hits[0], range(40))  # admitted: no longer counted
+    # A quarter is 8 pages: 5 of the first, the second is the one that may hold more, 3 of the third.
+    assert [hit.tokens for hit in hits] == [40, 40, 24, 0]
+    assert hits[3].reason == "held"
+    assert planner.stats()["held_pages"] == 13
+    assert missed(planner) == {"held": 16 + 40}
+    planner.load(hits[1], range(40))  # admitted: no longer counted, and another may be large
     assert answered(client, planner, "2", chains[2], 0).tokens == 40
+    assert answered(client, planner, "3", chains[3], 0).tokens == 24
+
+
+def test_a_prompt_longer_than_a_quarter_of_the_pool_is_a_whole_hit():
+    client, planner = made(frames=32, least=8)
+    chain = chain_of(200)
+    client.store(chain)
+    planner.ask("r", chain)  # asks for no lease that it could not have
+    client.serve()
+    assert not client.leases
+    assert answered(client, planner, "r", chain, 0).tokens == 199
 
 
 def test_questions_under_way_count_against_the_quarter_too():
     client, planner = made(frames=32, least=8)
     for number in range(4):
-        planner.ask(str(number), chain_of(range(number * 1000, number * 1000 + 65)))
+        planner.ask(str(number), chain_of(range(number * 1000, number * 1000 + 33)))
     asked = [
         len(chain.keys) // 32
         for body in client.posted
         if isinstance(body, BeginLoad)
         for chain in body.chains
     ]
-    assert sum(asked) <= 8
+    assert asked == [4, 4]
 
 
 def test_cancel_and_forget_give_the_lease_back():

@@ -3,8 +3,8 @@
 The doubles keep frames and leases by the protocol's rules and raise when the planner breaks one. The machine
 itself knows, for each task, its chain and its units, and checks at every step that: each task comes back
 once and its state never goes back; a copy moves the frames of its own pages and the units of its own tokens;
-its frames stay its own until it is final; unadmitted requests hold at most a quarter of the pool; the
-counters add up; and that in the end no lease, frame or task is left.
+its frames stay its own until it is final; unadmitted requests hold at most a quarter of the pool,
+but for one; the counters add up; and that in the end no lease, frame or task is left.
 """
 
 from __future__ import annotations
@@ -278,11 +278,13 @@ class PlannerMachine(RuleBasedStateMachine):
             self.states[number] = task.state
 
     @invariant()
-    def unadmitted_requests_hold_at_most_a_quarter(self):
-        held = self.planner.stats()["held_pages"]
-        assert 0 <= held <= FRAMES // 4
-        records = self.planner._records.all()
-        assert held == sum(record.held for record in records)
+    def unadmitted_requests_hold_at_most_a_quarter_but_for_one(self):
+        held = sorted(record.held for record in self.planner._records.all())
+        assert self.planner.stats()["held_pages"] == sum(held)
+        if sum(held) > FRAMES // 4:
+            large = self.planner._lookups._large
+            assert large is not None
+            assert sum(held) - large.held <= FRAMES // 4
 
     @invariant()
     def the_counters_add_up(self):
