@@ -193,6 +193,18 @@ def test_flush_makes_a_miss_and_gives_the_namespace_a_new_epoch(planner):
     assert late.status != Status.OK
 
 
+def test_a_store_begun_before_a_flush_brings_nothing_back(planner):
+    """R13: it is doomed at once, freed at its end, and says so."""
+    keys = chain(3, seed=20)
+    number = planner.next_number()
+    planner.begin_store([StoreChain(number, keys.namespace, keys.keys, epoch_of(planner, keys))])
+    assert planner.flush().body.doomed == 3
+    assert planner.lookup(keys.namespace, keys.keys).body.pending == 0
+    (ended,) = planner.finish([End(number, ALL)])
+    assert (ended.status, ended.visible, ended.dropped) == (Status.OK, 0, 3)
+    assert planner.lookup(keys.namespace, keys.keys).body.ready == 0
+
+
 def test_tenants_with_different_salts_share_nothing(planner):
     ours, theirs = chain(2, seed=12, salt=b"a"), chain(2, seed=12, salt=b"b")
     store(planner, ours, epoch_of(planner, ours))
@@ -388,6 +400,21 @@ def test_calls_to_a_stopped_server_wait_no_longer_than_their_bound(own):
         own.send(signal.SIGCONT)
         planner.timeout_s = 10.0
         assert planner.lookup(keys.namespace, keys.keys).status == Status.OK
+
+
+def test_starting_and_closing_beside_a_stopped_server_is_bounded(own):
+    planner = own.client(group="early")
+    own.send(signal.SIGSTOP)
+    started = time.monotonic()
+    late = CacheClient(own.run_dir, layout=layout(), group="late")
+    assert not late.attached
+    assert late.lookup(b"n" * 16, b"").status == Status.AWAY
+    late.close()
+    planner.close()
+    assert time.monotonic() - started < 15.0
+    own.send(signal.SIGCONT)
+    # What was asked of it meanwhile is undone by itself: nobody is left.
+    until(lambda: own.stats()["sessions_attached"] == 0, "a session was left over")
 
 
 def test_posts_to_a_stopped_server_are_bounded_and_each_gets_its_reply(own):
