@@ -22,20 +22,17 @@ wire that is a `bad` reply. An unknown session is the result GONE.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
 
-from kvtier.core import stores
+from kvtier.core import loads, stores
 from kvtier.core.audit import check_all, check_counts, check_slice
 from kvtier.core.ends import doom, end, settle
 from kvtier.core.leases import quiet_mask
 from kvtier.core.ledger import Ledger
 from kvtier.core.policy import Policy
-from kvtier.core.prefix_tree import Match, Node
+from kvtier.core.prefix_tree import Node
 from kvtier.core.results import NO_FRAMES, Attached, Ended, Flushed, Found, LoadGrant, Reason, StoreGrant
 from kvtier.core.sessions import Session
-from kvtier.core.spaces import Space
 from kvtier.core.writes import (
-    LOAD,
     PLANNER,
     READY,
     STORE,
@@ -160,7 +157,7 @@ class HostCache:
         if space is None:
             return Found(Status.OK, 0, 0, self._book.spaces.absent)
         match = self._book.tree.match(space.root, keys, READY)
-        return Found(Status.OK, match.pages, self._pending(space, match, keys), space.epoch)
+        return Found(Status.OK, match.pages, loads.pending(self._book, space, match, keys), space.epoch)
 
     def begin_load(
         self, sid: int, number: int, ns: bytes, keys: bytes, first: int, at_least: int, now: float
@@ -194,45 +191,7 @@ class HostCache:
             self._book.counts.add(total - first, 0, Reason.ABSENT)
             return LoadGrant(Status.MISS, NO_FRAMES, epoch, 0, Reason.ABSENT)
 
-        tree = self._book.tree
-        match = tree.match(space.root, keys, READY)
-        pages = match.pages
-        if pages < total:
-            reason = Reason.PENDING if self._pending(space, match, keys) else Reason.ABSENT
-        held = pages - tree.unheld(match.node, match.offset)
-        room = held + self._book.room(session, held, 0)
-        if pages > max(room, 0):
-            # Within `held` the second bound of _room proves nothing: others may be what holds it.
-            pages = room if room >= held else max(self._book.cap - session.charge, 0)
-            reason = Reason.CAP
-        frames = tree.values(match.node, match.offset)
-        mark = session.group.mark
-        if mark < self.limit:
-            mapped = next((at for at, frame in enumerate(frames[:pages]) if frame >= mark), pages)
-            if mapped < pages:
-                pages, reason = mapped, Reason.UNMAPPED
-        if pages - first < max(at_least, 1):
-            status = Status.BUSY if reason == Reason.CAP else Status.MISS
-            if pages > first:
-                reason = reason if status == Status.BUSY else Reason.TOO_FEW
-            self._book.counts.add(total - first, 0, reason)
-            return LoadGrant(status, NO_FRAMES, epoch, match.pages, reason)
-
-        node, offset = _trim(match, pages)
-        node = tree.split(node, offset)
-        tree.pin(node)
-        lease = self._book.leases.add(session, number, LOAD, space, now)
-        lease.node = node
-        self._book.charge(lease, pages)
-        self._book.writes.append(lease.record(pages))
-        lease.asked, lease.hit, lease.reason = total - first, pages - first, reason
-        return LoadGrant(Status.OK, frames[first:pages], epoch, match.pages, reason)
-
-    def _pending(self, space: Space, match: Match, keys: bytes) -> int:
-        """Pages of `keys` that are in the tree beyond the visible ones of `match`."""
-        if match.offset < match.node.count or not match.node.children:
-            return 0
-        return self._book.tree.match(space.root, keys).pages - match.pages
+        return loads.begin(self._book, session, number, space, keys, first, at_least, now)
 
     # -- stores --------------------------------------------------------------------------------------
 
@@ -441,12 +400,3 @@ def _check_keys(ns: bytes, keys: bytes) -> None:
         raise UsageError(f"ns of {len(ns)} bytes: expected {NS_BYTES}")
     if len(keys) % KEY_BYTES:
         raise UsageError(f"{len(keys)} bytes of keys: expected {KEY_BYTES} for each page")
-
-
-def _trim(match: Match, pages: int) -> tuple[Node, int]:
-    """The node in which the first `pages` pages of `match` end, and how many of its pages are among them."""
-    node, start = match.node, match.pages - match.offset
-    while start >= pages:
-        node = cast(Node, node.parent)
-        start -= node.count
-    return node, pages - start

@@ -20,77 +20,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from kvtier.core.checks import require
+from kvtier.core.node import VALUE_BYTES, Match, Node, Root, fill
 from kvtier.core.policy import LeafLRU, Policy
 from kvtier.errors import UsageError
 
+__all__ = ["MAX_MERGED_PAGES", "VALUE_BYTES", "Match", "Node", "PrefixTree", "Root"]
+
 MAX_MERGED_PAGES = 4096
 """Nodes are not merged beyond this, so that a split or an evicted tail copies little."""
-
-VALUE_BYTES = 4
-
-
-class Node:
-    """A run of pages. Read all of it; change only `state` and `owner` (they are the caller's).
-
-    `edge`: the keys, packed. `values`: native int32, packed. `count`: pages. `key`: the first page's key.
-    `children`: by their first key, None when there never was one. `stamp`: the tick of the last use
-    that ended here.
-    """
-
-    __slots__ = (
-        "children",
-        "count",
-        "edge",
-        "holds",
-        "key",
-        "owner",
-        "parent",
-        "pins",
-        "root",
-        "stamp",
-        "state",
-        "values",
-    )
-
-    edge: bytes
-    values: bytes
-    count: int
-    key: bytes
-    parent: Node | None
-    root: Root
-    children: dict[bytes, Node] | None
-    pins: int
-    holds: int
-    state: int
-    owner: object
-    stamp: int
-
-    def pages(self) -> array[int]:
-        """A copy of this node's values."""
-        return array("i", self.values)
-
-
-class Root(Node):
-    """The empty top of one namespace's tree. `total` counts the pages below; `tag` is the caller's."""
-
-    __slots__ = ("tag", "total")
-
-    tag: object
-    total: int
-
-
-class Match(NamedTuple):
-    """`pages` leading pages are in the tree; the last of them is page `offset - 1` of `node`.
-
-    Without a match `node` is the root and `offset` 0.
-    """
-
-    node: Node
-    offset: int
-    pages: int
 
 
 class PrefixTree:
@@ -189,7 +128,7 @@ class PrefixTree:
     def new_root(self, tag: object = None) -> Root:
         """An empty tree of its own; `tag` is kept for the caller."""
         root = Root()
-        _fill(root, root, b"", b"", b"", None, 0, None, 0)
+        fill(root, root, b"", b"", b"", None, 0, None, 0)
         root.tag = tag
         root.total = 0
         self.roots.add(root)
@@ -223,7 +162,7 @@ class PrefixTree:
             raise UsageError(f"a child of this node begins with key {key.hex()} already")
         node = Node()
         self.tick += 1
-        _fill(node, parent.root, keys, values, key, parent, state, owner, self.tick)
+        fill(node, parent.root, keys, values, key, parent, state, owner, self.tick)
         if parent.parent is not None and not parent.holds and not children:
             self.policy.remove(parent)
         children[key] = node
@@ -249,7 +188,7 @@ class PrefixTree:
             raise UsageError(f"cannot split a node of {node.count} pages at {at}")
         edge, values, cut = node.edge, node.values, at * self.width
         upper = Node()
-        _fill(
+        fill(
             upper,
             node.root,
             edge[:cut],
@@ -516,31 +455,6 @@ class PrefixTree:
         )
         require(parent is not None and parent.root is node.root, "root differs from the parent's")
         require(node.pins >= 0 and node.holds == node.pins + sum(c.holds for c in children.values()), "holds")
-
-
-def _fill(
-    node: Node,
-    root: Node,
-    edge: bytes,
-    values: bytes,
-    key: bytes,
-    parent: Node | None,
-    state: int,
-    owner: object,
-    stamp: int,
-) -> None:
-    node.root = root  # type: ignore[assignment]
-    node.edge = edge
-    node.values = values
-    node.count = len(values) // VALUE_BYTES
-    node.key = key
-    node.parent = parent
-    node.children = None
-    node.pins = 0
-    node.holds = 0
-    node.state = state
-    node.owner = owner
-    node.stamp = stamp
 
 
 def _children(node: Node) -> dict[bytes, Node]:
