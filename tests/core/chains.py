@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable
 
+from hypothesis import settings
+
 from kvtier.core.host_cache import HostCache
 from kvtier.core.results import LoadGrant, StoreGrant
 from kvtier.errors import Status
 
 NS = b"n" * 16
 OTHER = b"o" * 16
+
+
+def machine_settings(examples: int, steps: int) -> settings:
+    """For a state machine: these, unless a deeper profile has been loaded (KVTIER_HYPOTHESIS=nightly)."""
+    deep = settings.default
+    if deep is not None and deep.max_examples > 100:
+        return deep
+    return settings(max_examples=examples, stateful_step_count=steps)
 
 
 def keys(path: Iterable[Hashable], width: int = 32) -> bytes:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.core.host_cache import HostCache
 from kvtier.core.writes import READY, WRITING, Free
 from kvtier.errors import Status
-from tests.core.chains import keys
+from tests.core.chains import keys, machine_settings
 from tests.core.model import Model, ModelGroup, ModelLease, ModelSession, Path
 from tests.core.naive_table import NaiveTable
 
@@ -384,4 +383,4 @@ class HostCacheMachine(RuleBasedStateMachine):
 
 
 TestHostCacheMachine = HostCacheMachine.TestCase
-TestHostCacheMachine.settings = settings(max_examples=100, stateful_step_count=50)
+TestHostCacheMachine.settings = machine_settings(100, 50)

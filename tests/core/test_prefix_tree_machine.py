@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.core.prefix_tree import Node, PrefixTree
-from tests.core.chains import keys
+from tests.core.chains import keys, machine_settings
 
 WIDTH = 12
 
@@ -198,4 +197,4 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase
-TestPrefixTreeMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestPrefixTreeMachine.settings = machine_settings(60, 40)
