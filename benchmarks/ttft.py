@@ -253,7 +253,7 @@ def others_during_loads(bench: Bench) -> None:
 def main() -> None:
     folder = prepare(bundled_gguf(), default_cache())
     print(f"SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    with sidecar("512MiB") as run_dir:
+    with sidecar("768MiB") as run_dir:
         bench = Bench(run_dir, folder)
         try:
             cold_and_hits(bench, transformers_prefill(folder, bench.prompt))

@@ -322,9 +322,8 @@ class Demo:
         self.console.print("  time to first token:\n")
         self.console.print(Padding(bars, (0, 0, 1, 2)))
         if not self.problems:
-            self.console.print(
-                f"[dim]same: all {len(first['generated'])} tokens, and the first token's logits bit for bit[/]"
-            )
+            count = len(first["generated"])
+            self.console.print(f"[dim]same: all {count} tokens, and the first logits bit for bit[/]")
         host = next(stage.answer for stage in self.stages if stage.source == "host")
         if host["from_host"]:
             size = host["from_host"] * self.token_bytes
@@ -400,7 +399,7 @@ def main() -> int:
         default=3328,
         help="tokens of KV on the device: one prompt, its answer, a little more",
     )
-    parser.add_argument("--pool", default="512MiB", help="the sidecar's memory")
+    parser.add_argument("--pool", default="640MiB", help="the sidecar's memory")
     parser.add_argument(
         "--faster", type=float, default=12.0, help="how many times sooner than cold a host hit must be"
     )

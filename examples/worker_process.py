@@ -11,7 +11,7 @@ stderr), and ends when stdin does. Commands:
     {"op": "flush_host"}      -> {"event": "flushed", "pages"}; -1: no sidecar answered
     {"op": "stats"}           -> {"event": "stats", "attached", "values"}
 
-The first event is {"event": "ready", "slots", "page_tokens", "token_bytes"}.
+The first event is {"event": "ready", "attached", "slots", "page_tokens", "token_bytes"}.
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ def main() -> None:
         session = Session(engine, events)
         session.tell(
             event="ready",
+            attached=engine.worker.wait_attached(5.0),
             slots=arguments.slots,
             page_tokens=engine.page_tokens,
             token_bytes=engine.memory.get_cell_size(),

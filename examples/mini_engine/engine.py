@@ -60,7 +60,7 @@ class Request:
     """One request: what was asked, how far it is, and what came out. Read it; only the engine writes it."""
 
     id: str
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int] = field(repr=False)  # the prompt, then what was generated
     prompt_tokens: int
     max_new_tokens: int
     ignore_eos: bool
