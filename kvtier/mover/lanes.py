@@ -110,10 +110,10 @@ class Lanes:
         self._waiting[job.copy.lane].append(job)
 
     def cancel(self, task: int) -> None:
-        """Take `task` back if it has not begun; it finishes in its turn."""
+        """Take `task` back if it has not begun (else this changes nothing); it finishes in its turn."""
         for waiting in self._waiting.values():
             for job in waiting:
-                if job.copy.task == task and not job.begun:
+                if job.copy.task == task:
                     job.cancelled = True
 
     def refuse_waiting(self, reason: Reason) -> None:

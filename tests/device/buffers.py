@@ -66,7 +66,17 @@ def blocks(unit_tokens: int = 4, units: int = 10, page_tokens: int = 8) -> KVBuf
     return KVBuffers(KVLayout(page_tokens, (planes,), "test"), (memory[:, 0], memory[:, 1]))
 
 
+def uneven(row_bytes: int = 24, slots: int = 40, page_tokens: int = 8) -> KVBuffers:
+    """Planes of one tensor, but at no even spacing, and not in the order of their addresses."""
+    memory = torch.zeros((6, slots, row_bytes), dtype=torch.uint8)
+    planes = tuple(Plane(f"{number}.kv", row_bytes) for number in range(5))
+    return KVBuffers(
+        KVLayout(page_tokens, (planes,), "test"), tuple(memory[number] for number in (0, 1, 3, 5, 2))
+    )
+
+
 KINDS = {
+    "uneven": uneven,
     "joined": joined,
     "separate": separate,
     "interleaved": interleaved,

@@ -115,6 +115,14 @@ def test_rows_of_real_sizes_take_every_way_and_arrive(row_bytes, run):
             np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 100, 300, 500])
+def test_pieces_of_coarse_rows_are_whole_rows(monkeypatch, piece_bytes):
+    monkeypatch.setattr("kvtier.device.cpu.PIECE_BYTES", piece_bytes)
+    units = CpuCopier(shapes.mixed_units(page_tokens=32)).piece_units
+    assert units % 8 == 0
+    assert 8 <= units <= 32
+
+
 def test_evenly_spaced_planes_of_one_tensor_move_by_one_call():
     assert len(CpuCopier(shapes.joined())._groups) == 1
     assert len(CpuCopier(shapes.interleaved())._groups) == 1

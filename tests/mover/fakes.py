@@ -153,6 +153,7 @@ def rig(
     """A mover over `buffers`, marked once; closed at the end."""
     client = FakeClient(frames)
     monkeypatch.setattr("kvtier.mover.mover.CacheClient", lambda run_dir, **given: client.start(**given))
+    monkeypatch.setattr("kvtier.mover.copying.IDLE_S", 60.0)  # no timer hides a wake-up that is missing
     monkeypatch.setattr("kvtier.mover.copying.populate", lambda array, write: True)
     mover = Mover(buffers, "/nowhere", "group", copier=copier, **settings)
     try:

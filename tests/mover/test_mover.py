@@ -98,6 +98,21 @@ class TestCopies:
             r.finished(copy)
             np.testing.assert_array_equal(r.pages, expected)
 
+    def test_pieces_end_where_pieces_of_the_page_end(self, monkeypatch):
+        """So that no coarse row is moved in two parts, wherever a load begins."""
+        monkeypatch.setattr("kvtier.device.cpu.PIECE_BYTES", 1)
+        buffers = shapes.mixed_units(slots=80, page_tokens=24)
+        copier = HeldCopier(buffers)
+        assert copier.piece_units == 8
+        with rig(monkeypatch, buffers, copier) as r:
+            copy = r.copy(Kind.LOAD, [0, 1], shapes.units_for(buffers, 3, 40), first=3)
+            r.give(copy)
+            pieces = [held.piece for held in copier.wait_held(6)]
+            got = [(piece.first, len(piece.units)) for piece in pieces]
+            assert got == [(3, 5), (8, 8), (16, 8), (0, 8), (8, 8), (16, 3)]
+            copier.let_go()
+            assert not r.finished(copy).failures
+
     def test_replicas_take_turns_by_frame_when_offloading(self, monkeypatch):
         whole = shapes.joined(slots=80)
         buffers = KVBuffers(whole.layout, whole.planes, replica=1, replicas=2)
@@ -335,6 +350,18 @@ class TestLanes:
             assert not r.done(held)
             never.fire()
             r.finished(held)
+
+    def test_no_wake_up_is_lost(self, monkeypatch):
+        """Edges fire at any moment of the copy thread's round; it sleeps for a minute if it misses one."""
+        with rig(monkeypatch, shapes.joined()) as r:
+            stream = CpuStream()
+            for number in range(500):
+                stream.run(lambda: None)
+                r.mover.mark(stream)
+                copy = r.copy(Kind(number % 2 + 1), [number % 64], np.arange(8))
+                r.give(copy)
+                assert not r.finished(copy).failures
+            assert stream.close()
 
     def test_a_device_gets_a_bounded_number_of_pieces(self, monkeypatch):
         buffers = shapes.joined(slots=200)
