@@ -38,7 +38,7 @@ from kvtier.wire.messages import End, LoadChain, LookupReply, StoreChain
 from kvtier.wire.plan import Copy, Kind, Lane, encode
 
 LAYERS = 32
-PAGES = 12
+PAGES = 15
 POOL = "256MiB"
 ROUNDS = 9
 NS = b"benchmark copies"

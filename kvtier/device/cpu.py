@@ -112,6 +112,8 @@ class CallerStream:
                 self._error = error
 
     def record(self) -> CpuEvent:
+        if self._error is None:
+            return fired()
         event = CpuEvent()
         event.fire(self._error)
         return event

@@ -152,7 +152,7 @@ def encode(commands: Sequence[Command], pool_id: bytes = b"") -> Int32s:
     parts: list[Int32s] = [np.array([MAGIC, 0, len(commands), pool_tag(pool_id)], np.int32)]
     for command in commands:
         parts += _encode_copy(command) if isinstance(command, Copy) else _encode_cancel(command)
-    plan: Int32s = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    plan: Int32s = np.concatenate(parts)
     if len(plan) > MAX_WORDS:
         raise UsageError(f"a plan of {len(plan)} words: expected at most {MAX_WORDS}; send less in one step")
     plan[1] = len(plan)
@@ -194,13 +194,17 @@ def _encode_copy(copy: Copy) -> list[Int32s]:
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise UsageError(f"task {copy.task}: {name} must be one-dimensional integers")
     for name, array in (("frames", frames), ("units", units)):
-        if array.size and not (int(array.min()) >= 0 and int(array.max()) < _INT31):
+        if array.size and (array.min() < 0 or (array.dtype != np.int32 and array.max() >= _INT31)):
             raise UsageError(f"task {copy.task}: {name} must lie in 0 .. 2**31 - 1")
     if copy.kind == Kind.LOAD and len(gens) != len(frames):
         raise UsageError(f"task {copy.task}: {len(gens)} gens for {len(frames)} frames of a load")
     if not (0 < copy.task < _INT63 and 0 < copy.seq < _INT63 and 0 <= copy.first < _INT31):
         raise UsageError(f"task={copy.task}, seq={copy.seq}, first={copy.first}: out of range")
-    body = [frames.astype(np.int32), gens.astype(np.uint32).view(np.int32), units.astype(np.int32)]
+    body = [
+        frames.astype(np.int32, copy=False),
+        gens.astype(np.uint32, copy=False).view(np.int32),
+        units.astype(np.int32, copy=False),
+    ]
     size = _COPY_WORDS + sum(map(len, body))
     head = [_COPY, size, Kind(copy.kind), Lane(copy.lane), *_split(copy.task), *_split(copy.seq), copy.first]
     return [np.array([*head, *map(len, body)], np.int32), *body]
