@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from os import PathLike
 from types import TracebackType
 
@@ -83,6 +84,8 @@ class Mover:
             )
 
         self._copying = CopyThread(buffers, self._copier, self._progress, make_client, f"kvtier-mover-{rank}")
+        # A mover that is dropped, or left over when the interpreter ends, ends its thread and session too.
+        weakref.finalize(self, _end_thread, self._copying, self._pid)
         self._copying.started.wait(attach_timeout_s + 1.0)
         if self._copying.refused is not None:
             self.close()
@@ -188,3 +191,8 @@ class Mover:
                 )
             self._owner = me
         return True
+
+
+def _end_thread(copying: CopyThread, pid: int) -> None:
+    if os.getpid() == pid:
+        copying.close(1.0)

@@ -646,6 +646,19 @@ class TestTheEnd:
         with pytest.raises(GeometryError, match="64 tokens"), rig(monkeypatch, shapes.joined()):
             pass
 
+    def test_a_mover_that_is_dropped_ends_its_thread(self, monkeypatch):
+        with rig(monkeypatch, shapes.joined()) as r:
+            other = FakeClient()
+            monkeypatch.setattr(
+                "kvtier.mover.mover.CacheClient", lambda run_dir, **given: other.start(**given)
+            )
+            mover = Mover(r.buffers, "/nowhere", "group")
+            thread = mover._copying._thread
+            del mover
+            thread.join(5)
+            assert not thread.is_alive()
+            assert other.closed == [True]
+
     def test_a_forked_child_has_an_inert_mover(self, monkeypatch):
         """R21."""
         with rig(monkeypatch, shapes.joined()) as r:
