@@ -1,12 +1,11 @@
 """Plans down, progress up: the two arrays between a planner and its movers.
 
 A plan is one int32 array, so that any carrier an engine has can take it (a message of its own, a
-broadcast, a queue). Progress is one int64 array that may lie in shared memory: tasks of a lane finish
-in order, so one number for each lane covers any number of tasks, beside a short ring of those that
-failed. Imports numpy and the ground floor only.
+broadcast, a queue). What comes back is in `progress`, and handed on here. Imports numpy and the ground
+floor only.
 
 Always true: decoding never reads past the words that the header announces, whatever they hold; words
-after them are padding. A reader that sees a task's sequence number done also sees its failure.
+after them are padding.
 """
 
 from __future__ import annotations
@@ -21,6 +20,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ProtocolError, UsageError
+from kvtier.wire.progress import FAILURES, LANES, PROGRESS_WORDS, Failure, Lane, Progress, Reason, Seen
+
+__all__ = [
+    "FAILURES",
+    "HEADER_WORDS",
+    "LANES",
+    "MAX_WORDS",
+    "PROGRESS_WORDS",
+    "SHORT_LOAD_BYTES",
+    "Cancel",
+    "Command",
+    "Copy",
+    "Failure",
+    "Kind",
+    "Lane",
+    "Plan",
+    "Progress",
+    "Reason",
+    "Seen",
+    "decode",
+    "encode",
+    "lane_of",
+    "pool_tag",
+]
 
 Int32s = npt.NDArray[np.int32]
 UInt32s = npt.NDArray[np.uint32]
@@ -41,38 +64,8 @@ class Kind(enum.IntEnum):
     """Units of the device to frames of the pool."""
 
 
-class Lane(enum.IntEnum):
-    """The queues of a mover; each is first in, first out, and none waits for another."""
-
-    SHORT_LOADS = 0
-    LONG_LOADS = 1
-    OFFLOADS = 2
-
-
-LANES = len(Lane)
 SHORT_LOAD_BYTES = 32 << 20
 """A load of more bytes than this goes into the lane of long ones."""
-
-
-class Reason(enum.IntEnum):
-    """Why a copy came to nothing. The numbers travel in `Progress`."""
-
-    CANCELLED = 1
-    """Taken back before it had begun."""
-    AWAY = 2
-    """The sidecar was gone, so nothing new was begun (R24)."""
-    OTHER_POOL = 3
-    """The plan is for a pool that this mover has not attached to."""
-    NOT_MAPPED = 4
-    """A frame lies beyond what this mover has mapped (R28)."""
-    CHANGED = 5
-    """A frame was given to somebody else while it was read (R31); a protocol violation."""
-    BAD = 6
-    """The command does not fit the buffers: a unit out of range, too many frames or too few."""
-    BROKEN = 7
-    """The device failed: the copy itself, or the work that it had to wait for."""
-    CLOSED = 8
-    """The mover was closed before the copy began."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,74 +250,3 @@ def _join(low: np.int32, high: np.int32) -> int:
     if number <= 0:
         raise ProtocolError(f"{number} as the name of a task or a sequence number: expected 1 or more")
     return number
-
-
-# -- progress ------------------------------------------------------------------------------------------
-
-FAILURES = 64
-"""Places in the ring of failed copies; all but one can be relied on at any time."""
-_RING = LANES + 1
-PROGRESS_WORDS = _RING + 2 * FAILURES
-
-
-class Failure(NamedTuple):
-    """One task that came to nothing."""
-
-    task: int
-    reason: Reason
-
-
-class Seen(NamedTuple):
-    """What one reading of `Progress` showed.
-
-    `done[lane]`: every task of the lane with this `seq` or a lower one has finished. `failures`: those
-    that failed since the last reading. `lost`: more have failed than the ring holds, so any task that was
-    newly done may be one of them and must be taken as failed. `failed`: to be given to the next reading.
-    """
-
-    done: tuple[int, ...]
-    failures: list[Failure]
-    lost: bool
-    failed: int
-
-
-class Progress:
-    """A mover's counters over an int64 array of `PROGRESS_WORDS`; one writer, any number of readers.
-
-    Words: `done` of each lane, the count of failures, then the ring of (task, reason).
-    """
-
-    def __init__(self, words: npt.NDArray[np.int64] | None = None) -> None:
-        if words is None:
-            words = np.zeros(PROGRESS_WORDS, np.int64)
-        if words.shape != (PROGRESS_WORDS,) or words.dtype != np.int64:
-            raise UsageError(
-                f"progress is {PROGRESS_WORDS} words of int64, got {words.shape} of {words.dtype}"
-            )
-        self.words = words
-
-    def finish(self, lane: Lane, seq: int) -> None:
-        """Everything in `lane` up to `seq` has finished. Writer only."""
-        self.words[lane] = seq
-
-    def fail(self, task: int, reason: Reason) -> None:
-        """`task` came to nothing; to be said *before* its `finish`. Writer only."""
-        count = int(self.words[LANES])
-        at = _RING + 2 * (count % FAILURES)
-        self.words[at] = task
-        self.words[at + 1] = reason
-        self.words[LANES] = count + 1  # last: a reader that sees the count sees the entry
-
-    def read(self, failed: int = 0) -> Seen:
-        """What is done now, and what failed since the reading that returned `failed`."""
-        # Done before failures: a task's failure is written first, so it is in what is read after.
-        done = tuple(int(word) for word in self.words[:LANES])
-        count = int(self.words[LANES])
-        ring = self.words[_RING:].copy()
-        # The entry before the ring's oldest may be under the writer's hand, after the count was read too.
-        begin = max(failed, int(self.words[LANES]) - FAILURES + 1, 0)
-        failures = [
-            Failure(int(ring[2 * (at % FAILURES)]), Reason(int(ring[2 * (at % FAILURES) + 1])))
-            for at in range(begin, count)
-        ]
-        return Seen(done, failures, begin > failed, count)
