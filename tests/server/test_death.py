@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.client import CacheClient
 from kvtier.errors import Status
-from kvtier.wire.messages import End, StoreChain
+from kvtier.shm.attach import AttachRequest, connect
+from kvtier.wire.messages import End, Op, StoreChain
 from tests.client.test_client import ALL, chain, epoch_of
-from tests.server.sidecar import Pair, Sidecar, until
+from tests.server.sidecar import Pair, Sidecar, layout, until
+from tests.server.test_data_socket import Peer, raw
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,12 +159,37 @@ def test_a_dead_movers_planner_gets_no_new_lease(sidecar):
         assert planner.finish([End(99, ALL)])[0].status in (Status.BAD, Status.DONE)
 
 
+def test_a_mover_in_doubt_stops_new_leases_and_frees_nothing(sidecar):
+    """R20: its connection has ended and its lock is free, but its process lives: suspect, not dead."""
+    shape = layout()
+    request = AttachRequest("doubt", "mover", 0, 1, shape.geometry, shape.fingerprint)
+    mover = connect(sidecar.run_dir, request, timeout_s=10)
+    planner = sidecar.client(group="doubt")
+    try:
+        with Peer(sidecar) as peer:
+            assert peer.ask(raw(Op.HELLO, gen=mover.server_gen, sid=mover.sid)).status == Status.OK
+        frames = mover.pool.shape.frames
+        assert mover.wait_chunks(frames, 20)
+        until(lambda: planner.poll() == [] and planner.pool.frames == frames, "the pool was not mapped")
+        keys = chain(2)
+        epoch = epoch_of(planner, keys)
+        number = planner.next_number()
+        (grant,) = planner.begin_store([StoreChain(number, keys.namespace, keys.keys, epoch)])
+        assert grant.status == Status.OK
+        mover.close()
+        until(lambda: sidecar.stats()["sessions_doubted"] == 1, "the end of the connection was not noticed")
+        more = chain(2, seed=1)
+        (grant,) = planner.begin_store([StoreChain(planner.next_number(), more.namespace, more.keys, epoch)])
+        assert (grant.status, grant.reason) == (Status.BUSY, "suspect")
+        assert sidecar.stats()["frames_writing"] == 2
+        assert sidecar.stats()["deaths"] == 0
+    finally:
+        planner.close()
+
+
 def test_a_restarted_engine_is_a_new_group_and_its_id_is_free_when_the_old_one_is_dead(sidecar):
     """R2."""
     with Engine(sidecar.run_dir) as engine:
-        from kvtier.client import CacheClient
-        from tests.server.sidecar import layout
-
         with CacheClient(sidecar.run_dir, layout=layout(), group="engine") as early:
             assert not early.attached
             assert "complete" in str(early.refused)
