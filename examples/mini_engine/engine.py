@@ -133,7 +133,7 @@ class Engine:
         self.worker = make_worker(buffers, run_dir=run_dir, options=options)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission
-        self.copies: dict[int, tuple[Request, CopyHold]] = {}  # tasks under way, by their id
+        self.copies: dict[int, tuple[Request, CopyHold | None]] = {}  # tasks not back yet, by their id
 
     # --- requests ---
 
@@ -225,8 +225,9 @@ class Engine:
             return
         end = hit.first + hit.tokens
         request.load_s = -time.perf_counter()
+        hold = self.tasks.hold_load(request.id, hit.first, end)
         request.load = self.worker.load(hit, self.tasks.slots(request.id, hit.first, end))
-        self.copies[request.load.id] = request, self.tasks.hold_load(request.id, hit.first, end)
+        self.copies[request.load.id] = request, hold
         request.phase = Phase.LOADING
 
     def _prefill(self) -> bool:
@@ -261,9 +262,7 @@ class Engine:
                 if slot is not None:
                     batch.append((request, int(slot[0])))
                     break
-                self._preempt(
-                    self.running[-1]
-                )  # the youngest, in the end this one; none of them is in the batch
+                self._preempt(self.running[-1])  # the youngest, so none that is in the batch already
         if not batch:
             return False
         logits = self.model.forward(
@@ -288,11 +287,9 @@ class Engine:
             return
         request.offered = whole
         task = self.worker.offload(request.id, request.chain, self.tasks.slots(request.id, 0, whole))
-        if not task.final:
-            first, last = (
-                page * self.page_tokens for page in (task.start_page, task.start_page + task.pages)
-            )
-            self.copies[task.id] = request, self.tasks.hold_offload(request.id, first, last)
+        first, last = (page * self.page_tokens for page in (task.start_page, task.start_page + task.pages))
+        hold = None if task.final else self.tasks.hold_offload(request.id, first, last)
+        self.copies[task.id] = request, hold
 
     def _emit(self, request: Request, logits: Tensor) -> None:
         if request.first_logits is None:

@@ -133,7 +133,7 @@ def test_a_request_cancelled_while_loading_keeps_its_pages_until_the_copy_is_fin
     small.step()
     assert loading.phase is Phase.LOADING
     small.cancel(loading)
-    assert "cancel" in small.worker.calls
+    assert "cancel loading" in small.worker.calls
     other = small.add("other", tiny.prompt(100, seed=9), 4, ignore_eos=True)
     small.step()
     assert other.phase is Phase.WAITING  # 28 slots are left: the load still writes the others
@@ -167,6 +167,45 @@ def test_a_shortage_of_slots_preempts_the_youngest_and_changes_no_answer() -> No
     assert requests[0].preempted == 0
     assert sum(request.preempted for request in requests) > 0
     tight.tasks.check()
+
+
+def test_a_preempted_request_comes_back_before_later_ones() -> None:
+    tight = engine(slots=128)
+    first, second, third = (tight.add(str(i), tiny.prompt(50, seed=i), 40, ignore_eos=True) for i in range(3))
+    while not second.preempted:
+        tight.step()
+    assert list(tight.waiting) == [second, third]
+    tight.run()
+    assert all(len(request.generated) == 40 for request in (first, second, third))
+
+
+def test_what_a_preemption_cancelled_is_offloaded_after_all() -> None:
+    pages: Pages = {}
+    tight = engine(pages, slots=128)
+    tight.worker.queued = []
+    _, second = (tight.add(str(i), tiny.prompt(50, seed=i), 40, ignore_eos=True) for i in range(2))
+    while not second.preempted:
+        tight.step()
+    tight.worker.copy_offloads()
+    tight.run()
+    assert ask(engine(pages), tiny.prompt(50, seed=1)).from_host == 48
+
+
+def test_an_offload_that_was_refused_is_tried_again() -> None:
+    pages: Pages = {}
+    one = engine(pages)
+    one.worker.refuse_offloads = 4
+    ask(one, tiny.prompt(100), 12)
+    assert len(pages) == 6
+
+
+def test_cancelling_a_waiting_request_gives_back_what_was_asked_for_it() -> None:
+    one = engine()
+    request = one.add("r", tiny.prompt(30), 4)
+    one.cancel(request)
+    assert one.worker.calls == ["ask", "cancel r"]
+    assert not one.busy
+    one.cancel(request)  # nothing more
 
 
 def test_a_prompt_is_shared_before_its_prefill_has_ended() -> None:

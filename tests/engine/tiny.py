@@ -69,7 +69,9 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 class HostDouble:
     """`Worker`'s face over a dictionary that several engines may share (`pages`).
 
-    `hold`: loads do not finish until `finish_loads()`. `fail`: they then fail.
+    `hold`: loads do not finish until `finish_loads()`. `fail`: they then fail. `delay_lookups`: so many are
+    not answered at first. `refuse_offloads`: so many find the host full. `queued`: a list, and offloads wait
+    in it until `copy_offloads()`, or are cancelled.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class HostDouble:
         self.planes = [plane.numpy() for plane in buffers.planes]
         self.hold = self.fail = False
         self.delay_lookups = 0
+        self.refuse_offloads = 0
+        self.queued: list[tuple[OffloadTask, bytes]] | None = None
         self.held: list[tuple[LoadTask, bytes]] = []
         self.queue: list[Task] = []
         self.chains: dict[str, PageChain] = {}
@@ -141,19 +145,39 @@ class HostDouble:
         known = 0
         while known < count and keys[known * KEY_BYTES : (known + 1) * KEY_BYTES] in self.pages:
             known += 1
-        for page in range(known, count):
-            rows = units[page * self.page_tokens : (page + 1) * self.page_tokens]
-            self.pages[keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]] = [
-                plane[rows].copy() for plane in self.planes
-            ]
         self.ids += 1
-        state = TaskState.COPYING if count > known else TaskState.DONE
-        task = OffloadTask(self.ids, request, units, count - known, state, start_page=known)
-        self.queue.append(task)
+        task = OffloadTask(self.ids, request, units, count - known, TaskState.COPYING, start_page=known)
+        if self.refuse_offloads or count == known:
+            task.state, task.pages = TaskState.DONE, 0
+            if self.refuse_offloads:
+                self.refuse_offloads -= 1
+                task.reason = "full"
+            self.queue.append(task)
+        elif self.queued is not None:
+            self.queued.append((task, keys))
+        else:
+            self._store(task, keys)
         return task
 
+    def copy_offloads(self) -> None:
+        """Let queued offloads go, and queue no more."""
+        queued, self.queued = self.queued or [], None
+        for task, keys in queued:
+            self._store(task, keys)
+
+    def _store(self, task: OffloadTask, keys: bytes) -> None:
+        for page in range(task.start_page, task.start_page + task.pages):
+            rows = task.units[page * self.page_tokens : (page + 1) * self.page_tokens]
+            key = keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
+            self.pages[key] = [plane[rows].copy() for plane in self.planes]
+        self.queue.append(task)
+
     def cancel(self, request: str) -> None:
-        self.calls.append("cancel")
+        self.calls.append(f"cancel {request}")
+        for item in [item for item in self.queued or [] if item[0].request == request]:
+            self.queued.remove(item)
+            item[0].state, item[0].reason = TaskState.CANCELLED, "cancelled"
+            self.queue.append(item[0])
 
     def forget(self, request: str) -> None:
         self.calls.append("forget")
