@@ -66,6 +66,9 @@ def prepare(gguf: Path, cache: Path, progress: Progress | None = None) -> Path:
     folder = cache / f"{gguf.stem.lower()}-f32-{stat.st_size:x}-v{_FORMAT}"
     if (folder / "config.json").exists():
         return folder
+    for stale in cache.glob(f".{folder.name}.*"):  # a conversion that was killed
+        if not Path("/proc", stale.suffix[1:]).exists():
+            shutil.rmtree(stale, ignore_errors=True)
     partial = cache / f".{folder.name}.{os.getpid()}"
     partial.mkdir(parents=True, exist_ok=True)
     try:

@@ -120,8 +120,12 @@ def test_what_a_killed_conversion_left_is_replaced(tiny_gguf: Path, tmp_path: Pa
     folder = weights.prepare(tiny_gguf, tmp_path / "cache")
     (folder / "config.json").unlink()
     (folder / "model.safetensors").write_bytes(b"half")
+    partial = tmp_path / "cache" / f".{folder.name}.{2**22 + 1}"  # above every process id
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
     assert weights.prepare(tiny_gguf, tmp_path / "cache") == folder
     Llama.load(folder)
+    assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
