@@ -120,7 +120,6 @@ def _check_sessions(book: Ledger) -> None:
     for session in book.sessions.by_sid.values():
         charge = sum(lease.charge for lease in session.leases.values())
         require(charge == session.charge, f"session charged {session.charge}, its leases {charge}")
-        require(session.leases == {} or not session.dead or session.charge >= 0, "charge of a dead session")
         require(not session.dead or bool(session.leases), "a dead session lingers without a lease")
         require(book.sessions.groups.get(session.group.name) is session.group, "a session without group")
 
