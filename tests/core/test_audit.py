@@ -1,4 +1,4 @@
-"""`check()` notices each kind of damage: one thing is broken at a time, in a cache that has some of everything."""
+"""`check()` notices each kind of damage: one thing is broken at a time, in a cache that has some of all."""
 
 from __future__ import annotations
 
