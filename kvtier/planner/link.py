@@ -82,6 +82,10 @@ class Link:
             handler = self._handlers.pop(reply.rid, None)
             if handler is not None:
                 handler(reply)
+        self.notice()
+
+    def notice(self) -> None:
+        """If there is a new session, let go of what was of the old one before anything is posted to it."""
         if self._client.attachment_no != self.attachment:
             self.attachment = self._client.attachment_no
             self._finishes.clear()

@@ -345,6 +345,7 @@ class Planner:
             raise WrongThreadError(f"this planner belongs to thread {self._owner}; thread {mine} called it")
         if self._closed:
             raise UsageError("this planner is closed")
+        self._link.notice()
 
     def _check_chain(self, chain: PageChain) -> None:
         if chain.page_tokens != self._page_tokens:

@@ -579,6 +579,17 @@ def test_a_new_session_fails_what_has_not_begun_and_forgets_old_leases():
     engine.settled()
 
 
+def test_what_is_asked_of_a_session_that_was_not_noticed_yet_is_not_lost_with_the_old_one():
+    engine = Engine()
+    chain = chain_of(32)
+    engine.client.drop_session()
+    engine.client.store(chain)
+    engine.planner.ask("r", chain)  # the client has a new session, nobody has polled since
+    engine.client.serve()
+    assert engine.planner.lookup("r", chain, 0).tokens == 31
+    engine.settled()
+
+
 def test_copies_under_way_come_back_after_a_new_session_and_end_no_lease_of_it():
     engine = Engine()
     stored, new = chain_of(32), chain_of(range(500, 532))
