@@ -79,6 +79,7 @@ class Request:
     preempted: int = 0
     first_logits: Tensor | None = field(default=None, repr=False)
     arrived_s: float = 0.0
+    load_began_s: float = 0.0
     load_s: float = 0.0  # from `load` until its task was final
     first_token_s: float = 0.0  # after the arrival
     finished_s: float = 0.0
@@ -90,8 +91,7 @@ class Request:
 
 
 class Engine:
-    """Serves requests on `model` with KV for `slots` tokens on the device. Belongs to the thread that made
-    it.
+    """Serves requests on `model`, with KV for `slots` tokens on the device. Belongs to one thread.
 
     `run_dir`: where the sidecar is, if there is one; it may come, go and come back. `page_tokens`: tokens of
     a host page (None: kvtier's default size), `device_page`: of a device page, `chunk`: of a prefill step.
@@ -224,10 +224,10 @@ class Engine:
             request.miss_reason, request.phase = hit.reason, Phase.PREFILL
             return
         end = hit.first + hit.tokens
-        request.load_s = -time.perf_counter()
         hold = self.tasks.hold_load(request.id, hit.first, end)
         request.load = self.worker.load(hit, self.tasks.slots(request.id, hit.first, end))
         self.copies[request.load.id] = request, hold
+        request.load_began_s = time.perf_counter()
         request.phase = Phase.LOADING
 
     def _prefill(self) -> bool:
@@ -278,8 +278,7 @@ class Engine:
         return True
 
     def _filled(self, request: Request, length: int) -> None:
-        """The KV of the first `length` tokens is there: share it on the device, and offload what became
-        whole."""
+        """The KV of the first `length` tokens is there: share it, and offload the pages that became whole."""
         request.filled = length
         self.tasks.task_cached(request.id, length)
         whole = min(length, request.chain.tokens) // self.page_tokens * self.page_tokens
@@ -331,7 +330,7 @@ class Engine:
             return
         if isinstance(task, LoadTask) and task is request.load:
             request.load, request.phase = None, Phase.PREFILL
-            request.load_s += time.perf_counter()
+            request.load_s = time.perf_counter() - request.load_began_s
             if task.state is TaskState.DONE:
                 request.filled = task.first + task.tokens
                 request.from_host = task.tokens
