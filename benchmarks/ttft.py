@@ -146,7 +146,6 @@ def transformers_prefill(folder: Path, prompt: list[int]) -> Callable[[], object
         num_key_value_heads=cfg.num_key_value_heads,
         head_dim=cfg.head_dim,
         rms_norm_eps=cfg.rms_norm_eps,
-        rope_theta=cfg.rope_theta,
         rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
         max_position_embeddings=cfg.max_position_embeddings,
         tie_word_embeddings=True,
