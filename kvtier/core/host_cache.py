@@ -45,7 +45,9 @@ from kvtier.core.writes import (
 from kvtier.errors import Status, UsageError
 from kvtier.keys import KEY_BYTES, NS_BYTES
 
-TAG_BYTES = 8
+
+SLICE_PAGES = 4096
+"""Pages swept at most within one decision for other things than their frames (R18)."""
 
 
 class HostCache:
@@ -231,7 +233,7 @@ class HostCache:
             return StoreGrant(Status.OK, 0, NO_FRAMES, 0, 0, current)
         space = self._book.spaces.get_or_add(ns)
         if space is None and self._book.clearing.pages:
-            self._book.sweep(self._book.clearing.pages)  # a swept namespace gives its entry back
+            self._book.sweep(SLICE_PAGES)  # a swept namespace gives its entry back
             space = self._book.spaces.get_or_add(ns)
         if space is None:
             return StoreGrant(Status.BUSY, 0, NO_FRAMES, 0, 0, current, Reason.NAMESPACES)

@@ -27,7 +27,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 CORE = "kvtier/core"
 PAGE = REPO / "docs" / "mutation.md"
-TIMEOUT_S = 60
+TIMEOUT_S = 30
 
 
 def make_mutants(copy: Path, only: str) -> list[str]:
@@ -139,6 +139,7 @@ class Forks:
         name, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         if code == 0:
             self.survivors.append(name)
+            print(f"      survived: {name}", flush=True)
         elif code == -signal.SIGALRM:
             self.timeouts.append(name)
         elif 0 < code < 255:
