@@ -45,7 +45,6 @@ from kvtier.core.writes import (
 from kvtier.errors import Status, UsageError
 from kvtier.keys import KEY_BYTES, NS_BYTES
 
-
 SLICE_PAGES = 4096
 """Pages swept at most within one decision for other things than their frames (R18)."""
 
