@@ -123,8 +123,14 @@ def _few_keys(chains: tuple[LoadChain, ...] | tuple[StoreChain, ...]) -> None:
         raise ProtocolError(f"keys: {keys} in one message, the limit is {MAX_KEYS}")
 
 
+_STATUSES = {int(status): status for status in Status}  # enums are slow to call and slower to iterate
+
+
 def _status(value: Any) -> Status:
-    return Status(_int(value, "status", high=max(Status)))
+    status = _STATUSES.get(value) if type(value) is int else None
+    if status is None:
+        raise ProtocolError("status: not one of this protocol's")
+    return status
 
 
 def _frames(value: Any) -> Frames:
