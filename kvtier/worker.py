@@ -52,9 +52,11 @@ class Worker:
     """Mover + planner of one rank. Made without a sidecar it works too: everything is a miss until one comes.
 
     `run_dir`: where the sidecar is (default: `kvtier.config.default_run_dir()`). `group`: this start of the
-    engine; random by default. `copier`: how bytes are moved (default: the one for the buffers' device). The
-    constructor waits for at most 2 s; a sidecar that is absent, or refuses the buffers' geometry, is logged
-    and tried again by itself. The thread of the first call owns it; WrongThreadError for others.
+    engine; random by default. `copier`: how bytes are moved (default: the one for the buffers' device).
+    The constructor waits for a few seconds at most; a sidecar that is absent or stands still is logged, and
+    tried again in the background. GeometryError, with the command that helps, when a sidecar is in use
+    with another geometry: an engine that silently misses for ever would be worse. The thread of the first
+    call owns the worker; WrongThreadError for others.
     """
 
     device_bytes: int = 0
@@ -189,7 +191,8 @@ class Worker:
     def close(self, timeout_s: float = 5.0) -> None:
         """End in bounded time: copies under way may finish, but are waited for no longer than `timeout_s`.
 
-        Copies that have not ended by then keep their frames until this process is gone (R11).
+        An attempt to attach that is under way may add its own bound, about 2 s. Copies that have not ended by
+        then keep their frames until this process is gone (R11).
         """
         if self._closed:
             return

@@ -1,6 +1,6 @@
 """A sidecar that lies: `python liar.py RUN_DIR MODE`. It attaches clients honestly, then answers garbage.
 
-Modes: `noise` random bytes, `short` one byte, `silent` nothing at all, `kind` the answer to another question,
+Modes: `noise` random bytes, `short` one byte, `silent` answers to nobody's question, `kind` the answer to another question,
 `empty` lists without entries, `frames` grants of frames that do not exist, `numbers` grants of other leases,
 `status` everything is BAD. With `attach` nobody gets that far: random bytes come from the attach socket.
 """
@@ -28,6 +28,8 @@ def lie(mode: str, reply: Reply) -> bytes:
         return encode_reply(reply)
     if mode == "noise":
         return os.urandom(64)
+    if mode == "silent":
+        return encode_reply(replace(reply, rid=reply.rid + 1_000_000))
     if mode == "short":
         return b"\x93"
     if mode == "status":
@@ -72,16 +74,6 @@ def main(run_dir: str, mode: str) -> None:
         noise_on_attach(run_dir)
     module.encode_reply = lambda reply: lie(mode, reply)
     with module.Server(run_dir, 16 * MIB) as server:
-        if mode == "silent":
-            answer = server._answer
-            hellos: set[bytes] = set()
-
-            def first_only(parts):
-                if parts[0] not in hellos:
-                    hellos.add(parts[0])
-                    answer(parts)
-
-            server._answer = first_only
         signal.signal(signal.SIGTERM, lambda *_: server.stop())
         server.run(lambda: print("kvtier liar", flush=True))
 
