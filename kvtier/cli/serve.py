@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -38,6 +39,9 @@ def serve(size: str, run_dir: Path | None, quiet: bool) -> None:
     where = server.run_dir
 
     def ready() -> None:
+        # The core's nodes are freed by their reference counts; the loop collects young garbage itself.
+        gc.freeze()
+        gc.disable()
         print(
             f"kvtier {__version__}: up to {format_size(pool_bytes)} at {where} (pid {os.getpid()})",
             flush=True,

@@ -108,9 +108,8 @@ class Server:
         router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        router.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # a reply that cannot be delivered is an error, and counted
+        # A reply that cannot be delivered is an error then, and counted.
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.BACKLOG, 512)
         path = self.run_dir / DATA_SOCKET
         # The owner lock is held: whatever lies there is of a server that is dead (R25).
@@ -126,8 +125,6 @@ class Server:
         if ready is not None:
             ready()
         more = False
-        gc.disable()
-        gc.freeze()
         while not self._stopping:
             now = time.monotonic()
             if now >= self._next_sweep:
@@ -291,7 +288,9 @@ class Server:
 
     def _reserved(self) -> None:
         """The reserving child reports: new frames go to the core, new chunks to those who wait."""
-        pool = self._state.pool
+        pool = self._state.formatted
+        if pool is None or self._watched_memory < 0:
+            return  # closed earlier in this round, for another geometry
         rose = pool.step()
         now = time.monotonic()
         if pool.memory.finished or now >= self._next_progress:
@@ -343,7 +342,7 @@ class Server:
         if pool is not None:
             pool.tables.beat(time.monotonic_ns())
             pool.cache.check(CHECK_NODES)
-        # Young garbage only: a full collection would stop the loop for O(nodes).
+        # Young garbage only: a full collection, which `kvtier serve` turns off, stops the loop for O(nodes).
         gc.collect(1)
         return DOUBT_S if self._state.sessions.doubted() else SWEEP_S
 
