@@ -521,7 +521,7 @@ class CacheClient:
             self._ask_again = _NEVER if self.complete else time.monotonic() + _SLICE_S
         if not entry.silent:
             self._replies.append(reply)
-        if reply.status == Status.GONE:
+        if reply.status is Status.GONE:
             self._lose(reply.text or "the session is gone")
 
     def _taken(self, rid: int) -> Reply | None:

@@ -57,8 +57,10 @@ PROGRESS_S = 1.0
 CHECK_NODES = 200
 CLEAN_PAGES = 4096
 """Slices of the core's own check, and of freeing what a flush left: each about 1 ms (R18)."""
+# Plain ints: the flags' own operators cost microseconds.
 _NOBLOCK = int(zmq.NOBLOCK)
-_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # plain ints: the flags' own operators cost a microsecond
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
 _BURST = HIGH_WATER_MARK
 """Requests answered in a row before everything else gets its turn."""
 
@@ -180,7 +182,7 @@ class Server:
         """
         router = self._router
         for _ in range(_BURST):
-            if not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(router.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return False
             routing = router.recv(_NOBLOCK)
             frame = router.recv(_NOBLOCK, copy=False)
