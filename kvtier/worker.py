@@ -169,7 +169,7 @@ class Worker:
             self._client.wait(min(0.01, left_s))  # the mover attaches in its own thread, without a bell here
             self._planner.poll()
         # What the mover has said before this round trip, the sidecar knows after it (R28).
-        self._client.stats(max(deadline - time.monotonic(), 0.0))
+        self._client.stats(min(max(deadline - time.monotonic(), 0.0), ENDS_WAIT_S))
         return True
 
     def flush(self, namespace: bytes = b"", timeout_s: float = 1.0) -> tuple[int, int] | None:

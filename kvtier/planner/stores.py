@@ -138,7 +138,6 @@ class Stores:
             else:
                 self.due.remove(job)
             self._link.abort(job.number, self._ranks)
-        self._back_to(job.record, job.task)
         self._counters.add("pages_skipped_cancelled", job.task.pages)
         self._end(job, TaskState.CANCELLED, "cancelled")
 
@@ -218,10 +217,6 @@ class Stores:
     def _hold_off(self, record: Record, begin: int, end: int, reason: str) -> None:
         record.next_page = min(record.next_page, begin)
         record.refused = Refusal(begin, end, self._link.now() + RETRY_S, reason)
-
-    def _back_to(self, record: Record, task: object) -> None:
-        if isinstance(task, OffloadTask):
-            record.next_page = min(record.next_page, task.start_page)
 
     def _end(self, job: Job, state: TaskState, reason: str) -> None:
         job.task.state, job.task.reason = state, reason

@@ -9,7 +9,9 @@ let it fail, or find it cancelled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -99,6 +101,8 @@ class FakeClient:
         """Nobody is there: nothing can be posted."""
         self.refuse: Status | None = None
         """Every begin is answered with this status."""
+        self.distort: Callable[[Any], Any] = lambda grant: grant
+        """What becomes of each grant on its way."""
         self.auto = False
         """Serve what was posted whenever the planner waits."""
         self.posted: list[object] = []
@@ -213,11 +217,11 @@ class FakeClient:
 
     def _answer(self, body):
         if isinstance(body, BeginLoad):
-            return LoadReply(tuple(self._begin_load(chain) for chain in body.chains))
+            return LoadReply(tuple(self.distort(self._begin_load(chain)) for chain in body.chains))
         if isinstance(body, Lookup):
             return LookupReply(len(self._ready(body.ns, body.keys)), 0, self.epoch)
         if isinstance(body, BeginStore):
-            return StoreReply(tuple(self._begin_store(chain) for chain in body.chains))
+            return StoreReply(tuple(self.distort(self._begin_store(chain)) for chain in body.chains))
         if isinstance(body, Finish | Abort):
             ends = tuple(self._end(end, isinstance(body, Finish)) for end in body.ends)
             return EndReply(body.op, ends)

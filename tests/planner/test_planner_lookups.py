@@ -11,6 +11,7 @@ from kvtier.errors import Status, UsageError, WrongThreadError
 from kvtier.layout import KVLayout, Plane
 from kvtier.planner import Planner
 from kvtier.wire.messages import BeginLoad, BeginStore
+from kvtier.wire.plan import decode
 from tests.planner.doubles import FakeClient, FakeMovers, chain_of
 
 PAGE = 8
@@ -192,6 +193,7 @@ def test_a_slow_engine_that_polls_in_between_still_gets_its_answer():
     client.clock.now += 0.100
     hit = planner.lookup("r", chain, 0, wait_s=0.0)
     assert hit.tokens == 31
+    assert len(client.posted) == 1
 
 
 def test_ask_at_arrival_makes_lookup_answer_without_waiting():
@@ -307,6 +309,25 @@ def test_going_back_to_an_earlier_position_asks_again():
     assert answered(client, planner, "r", chain, 16).first == 16
     hit = answered(client, planner, "r", chain, 0)
     assert (hit.first, hit.tokens) == (0, 32)
+    planner.load(hit, range(32))
+    (copy,) = decode(planner.plan()).commands
+    assert list(copy.frames) == [client.pages[chain.keys[at : at + 32]].frame for at in range(0, 128, 32)]
+
+
+def test_an_answer_that_never_comes_leaves_the_older_lease():
+    client, planner = made(lookup_ms=1000)
+    chain = chain_of(32)
+    client.store(chain)
+    planner.ask("r", chain)
+    client.serve()
+    planner.poll()
+    client.clock.now += 0.1
+    assert planner.lookup("r", chain, 0, wait_s=0.0) is None
+    client.late()
+    assert planner.lookup("r", chain, 0, wait_s=0.0) is None  # asked once more
+    client.clock.now += 1.0
+    assert planner.lookup("r", chain, 0, wait_s=0.0).tokens == 31
+    assert list(client.leases) == [1]
 
 
 @pytest.mark.parametrize(

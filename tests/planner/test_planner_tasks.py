@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -438,6 +440,39 @@ def test_pages_dropped_with_their_ancestor_are_counted_and_stored_again():
     engine.settled()
 
 
+def test_pages_dropped_with_anothers_are_stored_again():
+    engine = Engine()
+    chain = chain_of(32)
+    engine.lookup("q", chain)
+    engine.lookup("r", chain)
+    engine.planner.offload("q", chain, range(16))
+    engine.step()
+    engine.client.serve()
+    below = engine.planner.offload("r", chain, range(32))
+    engine.step()
+    engine.client.serve()
+    engine.step()
+    engine.movers.finish(failure=Reason.BROKEN)  # of q, under which r's pages hang
+    engine.until_final()
+    assert (below.start_page, below.pages, engine.client.visible(chain)) == (2, 2, 0)
+    for _ in range(2):  # a hole first: its units were not at hand
+        engine.planner.offload("r", chain, range(32))
+        engine.until_final()
+        engine.client.clock.now += 0.1
+    assert engine.client.visible(chain) == 4
+    engine.settled()
+
+
+def test_requests_that_were_stored_are_forgotten_in_the_end():
+    engine = Engine(frames=8)
+    for number in range(4200):
+        chain = chain_of(range(number, number + 9))
+        engine.lookup(str(number), chain)
+        engine.planner.offload(str(number), chain, range(9))
+        engine.until_final(3)
+    assert engine.planner.stats()["known_requests"] == 4096
+
+
 def test_more_failures_than_the_ring_holds_fail_whatever_finished_meanwhile():
     engine = Engine(frames=256)
     tasks = []
@@ -624,6 +659,55 @@ def test_an_offload_that_ends_while_nobody_is_there_promises_nothing():
     engine.movers.finish_all()
     assert engine.step() == [task]
     assert (task.state, task.reason) == (TaskState.FAILED, "gone")
+
+
+# --- answers that cannot be true ---
+
+LONG, NEGATIVE = np.arange(9, dtype=np.int32), np.full(4, -1, np.int32)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"number": 77},
+        {"taken": 3},
+        {"frames": LONG},
+        {"start": 2},
+        {"start": 1, "taken": 9, "frames": LONG},
+        {"frames": NEGATIVE},
+    ],
+)
+def test_an_impossible_store_is_refused_and_undone(lie):
+    engine = Engine()
+    chain = chain_of(32)
+    engine.lookup("r", chain)
+    engine.client.distort = lambda grant: replace(grant, **lie)
+    task = engine.planner.offload("r", chain, range(32))
+    engine.until_final()
+    assert (task.state, task.pages, task.reason) == (TaskState.DONE, 0, "refused")
+    assert not engine.movers.copies
+    engine.settled()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"number": 77},
+        {"frames": LONG},
+        {"frames": LONG, "gens": np.ones(9, np.uint32)},
+        {"gens": np.ones(3, np.uint32)},
+        {"frames": NEGATIVE},
+        {"frames": LONG[:0], "gens": np.ones(0, np.uint32)},
+    ],
+)
+def test_an_impossible_load_is_a_miss_and_undone(lie):
+    engine = Engine()
+    chain = chain_of(33)
+    engine.client.store(chain)
+    engine.client.distort = lambda grant: replace(grant, **lie)
+    hit = engine.lookup("r", chain)
+    assert (hit.tokens, hit.reason) == (0, "refused")
+    engine.settled()
 
 
 # --- several ranks ---

@@ -1,8 +1,9 @@
 """A sidecar that lies: `python liar.py RUN_DIR MODE`. It attaches clients honestly, then answers garbage.
 
-Modes: `noise` random bytes, `short` one byte, `silent` answers to nobody's question, `kind` the answer to another question,
-`empty` lists without entries, `frames` grants of frames that do not exist, `numbers` grants of other leases,
-`status` everything is BAD. With `attach` nobody gets that far: random bytes come from the attach socket.
+Modes: `noise` random bytes, `short` one byte, `silent` answers that nobody waits for, `kind` the answer to
+another question, `empty` lists without entries, `frames` grants of frames that do not exist, `numbers`
+grants of other leases, `status` everything is BAD. With `attach` nobody gets that far: random bytes come
+from the attach socket.
 """
 
 from __future__ import annotations
