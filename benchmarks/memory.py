@@ -18,7 +18,7 @@ from kvtier.memory.memory_manager import MemoryManager
 from kvtier.memory.page_allocator import PageAllocator
 from kvtier.memory.radix_cache import RadixCache
 from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.strategy import PagedStrategy
+from kvtier.memory.paged_strategy import PagedStrategy
 from kvtier.memory.task_cache import TaskCacheManager
 
 PAGE = 16

@@ -1,8 +1,8 @@
 """KvCacheAllocator: which token slots of a KV buffer are free.
 
 A stack of slot numbers in host memory. May import numpy, torch and the ground floor; single-threaded.
-Always true: the slots at and above the stack's top are the free ones, each exactly once; `alloc` hands
-out copies, so indices given out stay as they are for as long as their holder keeps them.
+Always true: the slots at and above the stack's top are the free ones, each exactly once; what `alloc` gave
+out stays as it is for as long as its holder keeps it, and a while longer (`ASYNC_SLOTS`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import logging
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvtier.errors import UsageError
+from kvtier.memory.indices import HandOut, Int32, check_range, first_repeated, int32_1d
 from kvtier.memory.owner import ThreadOwner
-
-Int32 = npt.NDArray[np.int32]
 
 _log = logging.getLogger(__name__)
 
@@ -25,13 +23,25 @@ _log = logging.getLogger(__name__)
 class KvCacheAllocator:
     """Token slots 0 .. size - 1. The hold slot (index `size`) is not among them and is never given out.
 
-    `device_frees` counts frees of tensors on another device, each of which waits for that device.
+    `pinned`: give indices out in page-locked memory; by default where there is CUDA. `free_count`: 8 writable
+    bytes, aligned to 8 (shared memory, say), in which another process can read as an int64 how many slots can
+    be had now: it is written after every change, in one store, and stays the caller's. `device_frees` counts
+    frees of tensors on another device, each of which waits for that device.
     """
 
-    def __init__(self, size: int, owner: ThreadOwner | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        owner: ThreadOwner | None = None,
+        *,
+        pinned: bool | None = None,
+        free_count: Any = None,
+    ) -> None:
         self.owner = owner or ThreadOwner()
         self.device_frees = 0
         self._claimed_by: str | None = None
+        self._given = HandOut(torch.cuda.is_available() if pinned is None else pinned)
+        self._count = _int64(bytearray(8) if free_count is None else free_count)
         self._reset(size)
 
     def _reset(self, size: int) -> None:
@@ -43,6 +53,7 @@ class KvCacheAllocator:
         # A sparse set: slot s is free where _at[s] >= _top and _stack[_at[s]] == s. So alloc touches
         # nothing per slot, and a double free is seen without a pass over all slots (W10).
         self._at: Int32 = np.arange(size, dtype=np.int32)
+        self._count[0] = size
 
     @property
     def can_use_mem_size(self) -> int:
@@ -55,17 +66,70 @@ class KvCacheAllocator:
         return self.size - self.can_use_mem_size
 
     def alloc(self, need_size: int) -> Int32:
-        """`need_size` free slots as a new int32 array on the host: the caller's own, never changed later.
+        """`need_size` free slots as an int32 array on the host.
 
-        UsageError, and nothing changed, when fewer are left (ask `can_use_mem_size` first).
+        The array is the caller's own and never changes while it, or a tensor of it, is held. Dropped, it
+        stays as it is until `ASYNC_SLOTS` (262,144) more slots have been given out, so an asynchronous copy
+        to the device may still read it. UsageError, and nothing changed, when fewer slots are left (ask
+        `can_use_mem_size` first).
         """
         self.owner.check("KvCacheAllocator.alloc")
         end = self._top + need_size
         if end > self.size or need_size < 0 or self._claimed_by is not None:
             raise UsageError(self._why_not(need_size))
-        slots: Int32 = self._stack[self._top : end].copy()
+        slots = self._given.copy(self._stack[self._top : end])
         self._top = end
+        self._count[0] = self.size - end
         return slots
+
+    def alloc_runs(self, need_size: int, run: int) -> Int32:
+        """As `alloc`, in runs: each `run` slots follow one another, the first a multiple of `run`.
+
+        For kernels that address pages. `need_size` is a multiple of `run`, so that the rest of the last page
+        is the caller's too. O(size), vectorised. UsageError, and nothing changed, when too few whole runs are
+        free (`free_runs` says how many are).
+        """
+        self.owner.check("KvCacheAllocator.alloc_runs")
+        if need_size < 0 or self._claimed_by is not None:
+            raise UsageError(self._why_not(need_size))
+        if run < 1 or need_size % run:
+            raise UsageError(f"alloc_runs({need_size}, run={run}): expected a multiple of run, 1 or more")
+        whole = self._whole_runs(run)
+        if len(whole) * run < need_size:
+            raise UsageError(
+                f"alloc_runs({need_size}, run={run}): {need_size // run} whole runs needed, {len(whole)} "
+                f"left (of {self.size - self._top} free slots; slots given out one by one break runs)"
+            )
+        firsts = np.multiply(whole[: need_size // run], run, dtype=np.int32)
+        slots: Int32 = (firsts[:, None] + np.arange(run, dtype=np.int32)).ravel()
+        # They change places with what lies where the stack's top will be.
+        top = self._top + need_size
+        above = self._at[slots]
+        above = above[above >= top]
+        is_chosen = np.zeros(self.size, np.bool_)
+        is_chosen[slots] = True
+        below = self._stack[self._top : top]
+        moved = below[~is_chosen[below]]
+        self._stack[above] = moved
+        self._at[moved] = above
+        self._stack[self._top : top] = slots
+        self._at[slots] = np.arange(self._top, top, dtype=np.int32)
+        self._top = top
+        self._count[0] = self.size - top
+        return self._given.copy(slots)
+
+    def free_runs(self, run: int) -> int:
+        """How many whole runs of `run` slots `alloc_runs` can give now. O(size), vectorised."""
+        self.owner.check("KvCacheAllocator.free_runs")
+        if run < 1:
+            raise UsageError(f"free_runs({run}): expected 1 or more")
+        return 0 if self._claimed_by is not None else len(self._whole_runs(run))
+
+    def _whole_runs(self, run: int) -> Int32:
+        is_free = np.zeros(self.size, np.bool_)
+        is_free[self._stack[self._top :]] = True
+        runs = is_free[: self.size // run * run].reshape(-1, run).all(axis=1)
+        return np.flatnonzero(runs).astype(np.int32)
 
     def _why_not(self, need_size: int) -> str:
         if need_size < 0:
@@ -101,9 +165,10 @@ class KvCacheAllocator:
             self._at[slots] = places
             wrong = self._at[slots] != places
         if top < 0 or wrong.any():
-            raise UsageError(f"free: slot {_first_repeated(slots)} is named twice in one call (double free)")
+            raise UsageError(f"free: slot {first_repeated(slots)} is named twice in one call (double free)")
         self._stack[top : self._top] = slots
         self._top = top
+        self._count[0] = self.size - top
 
     def free_all(self) -> None:
         """Make all slots free. UsageError once a strategy has claimed them: free its tasks instead."""
@@ -119,7 +184,7 @@ class KvCacheAllocator:
         self.owner.check("KvCacheAllocator.resize")
         if self._claimed_by is not None:
             raise UsageError(
-                f"resize({new_size}): the slots belong to {self._claimed_by}; resize before it is made"
+                f"resize({new_size}): the slots belong to {self._claimed_by}; resize through its task manager"
             )
         if self._top:
             raise UsageError(
@@ -135,6 +200,19 @@ class KvCacheAllocator:
         if self._top:
             raise UsageError(f"claim: {claimed_by} needs all {self.size} slots, but {self._top} are in use")
         self._claimed_by = claimed_by
+        self._count[0] = 0
+
+    def unclaim(self) -> None:
+        """The strategy that claimed the slots needs them no longer; all are free."""
+        self.owner.check("KvCacheAllocator.unclaim")
+        if self._claimed_by is None:
+            raise UsageError("unclaim: nobody has claimed the slots")
+        self._claimed_by = None
+        self._count[0] = self.size
+
+    def publish(self, can_be_had: int) -> None:
+        """For whoever claimed the slots: write into `free_count` how many slots can be had from it now."""
+        self._count[0] = can_be_had
 
     def check(self) -> None:
         """Raise RuntimeError where an invariant is broken. O(size)."""
@@ -159,35 +237,14 @@ class KvCacheAllocator:
         return int32_1d(free_index, "slots")
 
 
-def int32_1d(values: Any, what: str) -> Int32:
-    """`values` as an int32 array of one dimension, without a copy where they are one already."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
-        return values
-    array = np.asarray(values)
-    if not array.size:
-        return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+def _int64(memory: Any) -> memoryview:
+    """The first 8 bytes of `memory` as one int64; UsageError where they cannot be written in one store."""
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous or view.nbytes < 8:
         raise UsageError(
-            f"{what}: expected integers in one dimension, got {array.dtype} of shape {array.shape}"
+            f"free_count: expected 8 writable bytes or more, got {view.nbytes}, readonly={view.readonly}"
         )
-    if array.min() < -(1 << 31) or array.max() >= 1 << 31:
-        raise UsageError(f"{what}: {array.min()} .. {array.max()} do not all fit int32")
-    return array.astype(np.int32)
-
-
-def check_range(values: Int32, size: int, noun: str) -> None:
-    """UsageError that names the first of `values` outside 0 .. size - 1 (W11: -1 is no index)."""
-    # One comparison for both ends: a negative int32 is a huge uint32.
-    if values.size and int(values.view(np.uint32).max() if values.flags.c_contiguous else 1 << 32) >= size:
-        outside = (values < 0) | (values >= size)
-        if outside.any():
-            raise UsageError(f"{noun} {values[outside.argmax()]} does not exist: expected 0 .. {size - 1}")
-
-
-def _first_repeated(values: Int32) -> int:
-    seen: set[int] = set()
-    for value in values.tolist():
-        if value in seen:
-            return int(value)
-        seen.add(value)
-    raise RuntimeError("no value is repeated")  # more slots given than are in use, all different: impossible
+    count = view.cast("B")[:8].cast("q")
+    if np.frombuffer(count, np.int64).ctypes.data % 8:
+        raise UsageError("free_count: the memory's address must be a multiple of 8")
+    return count

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier.core.prefix_tree import Node, PrefixTree, Root
 from kvtier.errors import UsageError
-from kvtier.memory.allocator import Int32, int32_1d
+from kvtier.memory.indices import Int32, int32_1d
 from kvtier.memory.page_allocator import PageAllocator
 
 _FEW_ROOTS = 64

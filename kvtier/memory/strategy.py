@@ -1,7 +1,9 @@
-"""How a task's token positions get their slots: the strategy protocol, and pages with a shared prefix cache.
+"""How a task's token positions get their slots: a task's state, and the protocol of strategies.
 
-May import numpy and the ground floor; single-threaded. Always true: slot = page * page_size + offset; a task
-writes only pages that are its own; a failed call changes nothing.
+May import numpy and the ground floor; single-threaded. Always true of every strategy, and held by one suite
+of tests (`tests/memory/test_strategy_contract.py`): a slot belongs to one task, or is shared and then never
+written; a task writes only slots that are its own; a failed call changes nothing. `paged_strategy.py` shares
+equal prefixes, `contiguous_strategy.py` gives each task a fixed range.
 """
 
 from __future__ import annotations
@@ -13,11 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtier.errors import UsageError
-from kvtier.memory.allocator import Int32, KvCacheAllocator
+from kvtier.memory.allocator import KvCacheAllocator
+from kvtier.memory.indices import Int32
 from kvtier.memory.owner import ThreadOwner
-from kvtier.memory.page_allocator import PageAllocator
-from kvtier.memory.radix_cache import Prefix, RadixCache
+from kvtier.memory.radix_cache import Prefix
 from kvtier.memory.request_pool import ReqToTokenPool
 
 
@@ -28,7 +29,8 @@ class TaskCacheState:
     `req_idx`: its row in `ReqToTokenPool`. `length`: positions that have slots. `cached`: tokens whose KV the
     device had when the task came. `filled`: tokens, from the first on, whose KV is known to be in their
     slots. `recorded`: how many of its pages were offered to the prefix cache. `copies`: loads and offloads of
-    its pages that are not final. `ended`: freed. `pages`: its device pages in token order.
+    its pages that are not final. `ended`: freed. `pages`: its device pages in token order (its one range,
+    where a task has a range).
     """
 
     req_idx: int
@@ -52,6 +54,13 @@ class AllocationStrategy(Protocol):
 
     owner: ThreadOwner
     """The allocator's."""
+
+    allocator: KvCacheAllocator
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that tasks to come can have now, those of cached pages that could be evicted included."""
+        ...
 
     def alloc(self, state: TaskCacheState, prompt_ids: array[int], match_limit: int | None = None) -> bool:
         """Slots for a prompt; fills the state. False, and nothing changed, when there is no room.
@@ -87,7 +96,8 @@ class AllocationStrategy(Protocol):
     def begin_copy(self, state: TaskCacheState, start: int, stop: int, writes: bool) -> Int32:
         """A copy reads or writes these positions: what it touches is not reused before `end_copy`.
 
-        The pages that are held; UsageError, and nothing changed, where a copy that writes may not.
+        What is held, as numbers of the strategy's own (device pages, or slots); UsageError, and nothing
+        changed, where a copy that writes may not.
         """
         ...
 
@@ -100,143 +110,21 @@ class AllocationStrategy(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counts of pages."""
+        """Counts, "slots_free" and "copying" among them."""
+        ...
+
+    def check_size(self, new_size: int) -> None:
+        """UsageError where the strategy could not work over `new_size` slots."""
+        ...
+
+    def unclaim(self) -> None:
+        """Let the allocator go, for a resize; no task may be there. Nothing else is called before `claim`."""
+        ...
+
+    def claim(self) -> None:
+        """Take the whole allocator, at the size that it has now, with nothing cached."""
         ...
 
     def check(self, states: Iterable[TaskCacheState], copies: Iterable[Int32]) -> None:
-        """Raise where an invariant is broken; `states` are all tasks, `copies` all pages under copy."""
+        """Raise where an invariant is broken; `copies`: what each copy under way holds."""
         ...
-
-
-class PagedStrategy:
-    """Pages of `page_size` tokens (1 included), shared by equal prefixes through a `RadixCache`."""
-
-    def __init__(self, allocator: KvCacheAllocator, page_size: int) -> None:
-        if page_size < 1 or page_size > allocator.size:
-            raise UsageError(f"page_size={page_size}: expected 1 .. {allocator.size}, the allocator's slots")
-        allocator.claim(f"PagedStrategy(page_size={page_size})")
-        self.owner = allocator.owner
-        self.page_size = page_size
-        self.pages = PageAllocator(allocator.size // page_size, allocator.owner)
-        self.cache = RadixCache(self.pages, page_size)
-        self.capacity = self.pages.pages * page_size
-        self._offsets: Int32 = np.arange(page_size, dtype=np.int32)
-
-    def alloc(self, state: TaskCacheState, prompt_ids: array[int], match_limit: int | None = None) -> bool:
-        length = len(prompt_ids)
-        prefix, shared = self.cache.lookup(prompt_ids, limit=match_limit, namespace=state.namespace)
-        own = self._take(-(-length // self.page_size) - len(shared))
-        if own is None:
-            self.pages.free(shared)
-            self.cache.release(prefix)
-            return False
-        state.prefix = prefix
-        state.pages = np.concatenate((shared, own))
-        state.length = length
-        state.cached = state.filled = len(shared) * self.page_size
-        state.recorded = len(shared)
-        state.tokens = array("i", prompt_ids)
-        return True
-
-    def extend(self, state: TaskCacheState, pos: int, tokens: array[int]) -> bool:
-        if pos != state.length:
-            raise UsageError(
-                f"extend at position {pos}: the task has {state.length} positions, without a gap (W9)"
-            )
-        length = pos + len(tokens)
-        missing = -(-length // self.page_size) - len(state.pages)
-        if missing:
-            own = self._take(missing)
-            if own is None:
-                return False
-            state.pages = np.concatenate((state.pages, own))
-        state.length = length
-        state.tokens.extend(tokens)
-        return True
-
-    def _take(self, count: int) -> Int32 | None:
-        """`count` new pages, after evicting what they need; None, and nothing changed, when too few."""
-        short = count - self.pages.free_pages
-        if short > 0 and self.cache.evict(short) is None:
-            return None
-        return self.pages.alloc(count)
-
-    def slots(self, state: TaskCacheState, start: int, stop: int) -> Int32:
-        first = start // self.page_size
-        pages = state.pages[first : -(-stop // self.page_size)]
-        slots: Int32 = (pages[:, None] * np.int32(self.page_size) + self._offsets).ravel()
-        skipped = first * self.page_size
-        part: Int32 = slots[start - skipped : stop - skipped]
-        return part
-
-    def check_writable(self, state: TaskCacheState, start: int, stop: int) -> None:
-        self.pages.check_writable(self._pages_of(state, start, stop))
-
-    def write_indices(self, state: TaskCacheState, pool: ReqToTokenPool, start: int = 0) -> None:
-        pool.write(state.req_idx, start, self.slots(state, start, state.length))
-
-    def record_hashes(self, state: TaskCacheState) -> None:
-        whole = state.filled // self.page_size
-        if whole <= state.recorded:
-            return
-        tokens = np.array(state.tokens[: whole * self.page_size], np.int32)
-        self.cache.record(_prefix(state), tokens, state.pages[:whole])
-        state.recorded = whole
-
-    def free(self, state: TaskCacheState) -> None:
-        self.pages.free(state.pages)
-        state.ended = True
-        if not state.copies:
-            self.cache.release(_prefix(state))
-
-    def begin_copy(self, state: TaskCacheState, start: int, stop: int, writes: bool) -> Int32:
-        pages = self._pages_of(state, start, stop)
-        if writes:
-            self.pages.begin_write(pages)
-        else:
-            self.pages.begin_read(pages)
-        state.copies += 1
-        return pages
-
-    def end_copy(self, state: TaskCacheState, pages: Int32, writes: bool) -> None:
-        if writes:
-            self.pages.end_write(pages)
-        else:
-            self.pages.end_read(pages)
-        state.copies -= 1
-        # A task that ended meanwhile left its pin, so that what is being copied was never evictable.
-        if state.ended and not state.copies:
-            self.cache.release(_prefix(state))
-
-    def flush(self) -> int:
-        return self.cache.flush()
-
-    def stats(self) -> dict[str, int]:
-        return {
-            **self.cache.counts,
-            "pages": self.pages.pages,
-            "pages_free": self.pages.free_pages,
-            "pages_cached": self.pages.cached_pages,
-            "pages_evictable": self.cache.evictable_pages,
-            "pages_copying": self.pages.copying_pages,
-        }
-
-    def check(self, states: Iterable[TaskCacheState], copies: Iterable[Int32]) -> None:
-        self.pages.check()
-        self.cache.check()
-        refs = np.zeros(self.pages.pages, np.int32)
-        copying = np.zeros(self.pages.pages, np.int32)
-        for state in states:
-            np.add.at(refs, state.pages, 1)
-        for pages in copies:
-            np.add.at(copying, pages, 1)
-        self.pages.check_counts(refs, copying)
-
-    def _pages_of(self, state: TaskCacheState, start: int, stop: int) -> Int32:
-        return state.pages[start // self.page_size : -(-stop // self.page_size)].copy()
-
-
-def _prefix(state: TaskCacheState) -> Prefix:
-    if state.prefix is None:
-        raise UsageError("this task has no slots")
-    return state.prefix

@@ -18,7 +18,6 @@ A request's life in an engine:
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import UsageError
-from kvtier.memory.allocator import Int32, int32_1d
+from kvtier.memory.indices import Int32, packed_tokens
 from kvtier.memory.memory_manager import MemoryManager
 from kvtier.memory.request_pool import ReqToTokenPool
 from kvtier.memory.strategy import AllocationStrategy, TaskCacheState
@@ -34,7 +33,7 @@ from kvtier.memory.strategy import AllocationStrategy, TaskCacheState
 
 @dataclass(eq=False)
 class CopyHold:
-    """Pages that a copy reads (offload) or writes (load): none is reused before `release`."""
+    """Device pages, or slots, that a copy reads (offload) or writes (load): not reused until `release`."""
 
     state: TaskCacheState
     pages: Int32
@@ -45,7 +44,10 @@ _COUNTS = ("tasks_begun", "tokens_asked", "tokens_hit", "refused")
 
 
 class TaskCacheManager:
-    """Tasks by id (any hashable) over one `MemoryManager`, a slot table and a strategy."""
+    """Tasks by id (any hashable) over one `MemoryManager`, a slot table and a strategy.
+
+    After each call that changes it, the strategy's `free_slots` is what the allocator's `free_count` says.
+    """
 
     def __init__(
         self, manager: MemoryManager, req_pool: ReqToTokenPool, strategy: AllocationStrategy
@@ -66,6 +68,7 @@ class TaskCacheManager:
         self._tasks: dict[Hashable, TaskCacheState] = {}
         self._holds: set[CopyHold] = set()
         self._counts = dict.fromkeys(_COUNTS, 0)
+        self._publish()
 
     def __len__(self) -> int:
         """How many tasks there are."""
@@ -82,7 +85,7 @@ class TaskCacheManager:
         prompt, one that could never fit, or an id in use (W7, W8).
         """
         self._owner.check("task_alloc")
-        tokens = _token_array(prompt_ids)
+        tokens = packed_tokens(prompt_ids)
         longest = min(self.req_pool.max_length, self.strategy.capacity)
         if task_id in self._tasks:
             raise UsageError(f"task_alloc: task {task_id!r} is running already; free it first")  # W7
@@ -106,28 +109,31 @@ class TaskCacheManager:
         self._counts["tasks_begun"] += 1
         self._counts["tokens_asked"] += state.length
         self._counts["tokens_hit"] += state.cached
+        self._publish()
         return state
 
     def task_extend(self, task_id: Hashable, tokens: Any, pos: int | None = None) -> Int32 | None:
         """Slots for one more token, or several, at `pos` (default, and only, the task's length: W9).
 
-        The new positions' slots; None, and nothing changed, without room.
+        The new positions' slots; None, and nothing changed, without room. UsageError where there never could
+        be room (W8).
         """
         self._owner.check("task_extend")
         state = self._state(task_id)
-        more = _token_array([tokens] if isinstance(tokens, int) else tokens)
+        more = packed_tokens([tokens] if isinstance(tokens, int) else tokens)
         start = state.length
         if pos is not None and pos != start:  # W9
             raise UsageError(f"task_extend: task {task_id!r} has {start} positions, the next is not {pos}")
-        if start + len(more) > self.req_pool.max_length:
+        if start + len(more) > min(self.req_pool.max_length, self.strategy.capacity):  # W8
             raise UsageError(
                 f"task_extend: task {task_id!r} would have {start + len(more)} tokens, the slot table has "
-                f"{self.req_pool.max_length} positions"
+                f"{self.req_pool.max_length} positions, and a task at most {self.strategy.capacity} slots"
             )
         if not self.strategy.extend(state, start, more):
             self._counts["refused"] += 1
             return None
         self.strategy.write_indices(state, self.req_pool, start)
+        self._publish()
         return self.strategy.slots(state, start, state.length)
 
     def task_cached(self, task_id: Hashable, length: int) -> None:
@@ -145,6 +151,7 @@ class TaskCacheManager:
         self.strategy.check_writable(state, state.filled, length)
         state.filled = length
         self.strategy.record_hashes(state)
+        self._publish()
 
     def task_free(self, task_id: Hashable) -> None:
         """End of the task. Shared pages stay cached; those under a `CopyHold` wait for its release."""
@@ -153,6 +160,7 @@ class TaskCacheManager:
         self.strategy.free(state)
         self.req_pool.free(state.req_idx)
         del self._tasks[task_id]
+        self._publish()
 
     def state(self, task_id: Hashable) -> TaskCacheState:
         """The task's state: read it, change nothing in it."""
@@ -203,6 +211,7 @@ class TaskCacheManager:
             )
         self.strategy.end_copy(hold.state, hold.pages, hold.writes)
         self._holds.remove(hold)
+        self._publish()
 
     def flush(self) -> int:
         """Forget the prefix cache; answers how many pages are free by that.
@@ -210,7 +219,30 @@ class TaskCacheManager:
         Running tasks keep their pages, and none of what they have is recorded afterwards.
         """
         self._owner.check("flush")
-        return self.strategy.flush()
+        freed = self.strategy.flush()
+        self._publish()
+        return freed
+
+    def resize_mem(self, new_size: int) -> None:
+        """Buffers for `new_size` tokens: empty, the prefix cache too; the slot table follows the hold slot.
+
+        UsageError, and nothing changed, while tasks run or copies are not final. Where the buffers cannot be
+        made (see `MemoryManager.resize_mem`), all is as before, but empty.
+        """
+        self._owner.check("resize_mem")
+        if self._tasks or self._holds:
+            raise UsageError(
+                f"resize_mem({new_size}): {len(self._tasks)} tasks run and {len(self._holds)} copies are not "
+                "final; end them first"
+            )
+        self.strategy.check_size(new_size)
+        self.strategy.unclaim()
+        try:
+            self.manager.resize_mem(new_size)
+        finally:
+            self.strategy.claim()
+            self.req_pool.move_hold_slot(self.manager.HOLD_TOKEN_MEMINDEX)
+            self._publish()
 
     def adopt(self) -> None:
         """Make the calling thread the owner of the manager and all its parts."""
@@ -238,6 +270,9 @@ class TaskCacheManager:
             if len(state.tokens) != state.length or not 0 <= state.cached <= state.filled <= state.length:
                 raise RuntimeError(f"task {task_id!r}: {state.cached=} {state.filled=} {state.length=}")
 
+    def _publish(self) -> None:
+        self.manager.allocator.publish(self.strategy.free_slots)
+
     def _hold(self, state: TaskCacheState, start: int, stop: int, writes: bool) -> CopyHold:
         hold = CopyHold(state, self.strategy.begin_copy(state, start, stop, writes), writes)
         self._holds.add(hold)
@@ -257,12 +292,3 @@ class TaskCacheManager:
                 f"positions {start} .. {stop - 1} of task {task_id!r}: it has 0 .. {state.length - 1}"
             )
         return state, start, stop
-
-
-def _token_array(tokens: Any) -> array[int]:
-    """A copy of `tokens` (list, array or numpy) as int32; UsageError where they do not fit."""
-    if isinstance(tokens, array) and tokens.typecode == "i":
-        return tokens[:]
-    packed = array("i")
-    packed.frombytes(int32_1d(tokens, "tokens").tobytes())
-    return packed

@@ -19,7 +19,7 @@ from kvtier.memory.memory_manager import MemoryManager
 from kvtier.memory.page_allocator import PageAllocator
 from kvtier.memory.radix_cache import Prefix, RadixCache
 from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.strategy import PagedStrategy
+from kvtier.memory.paged_strategy import PagedStrategy
 from kvtier.memory.task_cache import TaskCacheManager
 
 PAGE = 4
@@ -113,7 +113,8 @@ def test_w2_recording_again_changes_nothing_and_detaches_no_branch() -> None:
 def test_w3_a_prompt_that_cannot_fit_now_evicts_nothing() -> None:
     tasks = make_tasks(pages=8)
     assert run(tasks, "old", list(range(3 * PAGE))) == 0
-    assert tasks.task_alloc("runs", list(range(1000, 1000 + 4 * PAGE))) is not None
+    assert tasks.task_alloc("runs", list(range(1000, 1000 + 2 * PAGE))) is not None
+    assert tasks.task_alloc("other", list(range(3000, 3000 + 2 * PAGE))) is not None
     before = snapshot(tasks)
     assert tasks.task_alloc("big", list(range(2000, 2000 + 5 * PAGE))) is None
     assert tasks.task_extend("runs", list(range(5 * PAGE))) is None
@@ -618,7 +619,7 @@ def test_w27_pages_that_a_copy_reads_or_writes_are_not_reused_before_it_is_final
     out, into = tasks.hold_offload("a", 0, 2 * PAGE), tasks.hold_load("a", 2 * PAGE, 4 * PAGE)
     tasks.task_free("a")
     tasks.check()
-    assert tasks.stats()["pages_copying"] == 4
+    assert tasks.stats()["copying"] == 4
     assert tasks.task_alloc("big", list(range(100, 100 + 5 * PAGE))) is None
     tasks.task_alloc("b", list(range(100, 100 + 4 * PAGE)))
     assert not busy & set(tasks.slots("b").tolist())

@@ -19,7 +19,7 @@ from kvtier.memory.memory_manager import MemoryManager
 from kvtier.memory.page_allocator import PageAllocator
 from kvtier.memory.radix_cache import Prefix, RadixCache
 from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.strategy import PagedStrategy
+from kvtier.memory.paged_strategy import PagedStrategy
 from kvtier.memory.task_cache import CopyHold, TaskCacheManager
 
 SIZE = 12

@@ -18,7 +18,8 @@ from kvtier.memory.owner import ThreadOwner
 from kvtier.memory.page_allocator import PageAllocator
 from kvtier.memory.radix_cache import Prefix, RadixCache
 from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.strategy import PagedStrategy, TaskCacheState
+from kvtier.memory.paged_strategy import PagedStrategy
+from kvtier.memory.strategy import TaskCacheState
 from kvtier.memory.task_cache import TaskCacheManager
 
 
