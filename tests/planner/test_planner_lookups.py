@@ -424,6 +424,17 @@ def test_requests_that_only_missed_are_forgotten_in_the_end():
     assert planner.stats()["known_requests"] == 4096
 
 
+def test_a_request_that_holds_a_lease_is_never_forgotten():
+    client, planner = made(least=8)
+    chain = chain_of(33)
+    client.store(chain)
+    hit = answered(client, planner, "first", chain, 0)
+    for number in range(5000):
+        planner.lookup(str(number), chain_of(8), 0)
+        client.serve()
+    assert planner.load(hit, range(32)).tokens == 32
+
+
 def test_a_short_look_up_learns_the_epoch_without_a_lease():
     client, planner = made(least=16, write="prompt")
     chain = chain_of(32)

@@ -625,6 +625,18 @@ def test_what_is_asked_of_a_session_that_was_not_noticed_yet_is_not_lost_with_th
     engine.settled()
 
 
+def test_ends_that_an_old_session_was_owed_do_not_reach_the_new_one():
+    engine = Engine()
+    chain = chain_of(32)
+    engine.client.store(chain)
+    engine.lookup("r", chain)
+    engine.planner.cancel("r")  # its abort waits for the next step
+    engine.client.drop_session()
+    engine.client.posted.clear()
+    engine.step()
+    assert engine.client.posted == []
+
+
 def test_copies_under_way_come_back_after_a_new_session_and_end_no_lease_of_it():
     engine = Engine()
     stored, new = chain_of(32), chain_of(range(500, 532))
