@@ -22,6 +22,7 @@ _HOMES = {
     "Plane": "kvtier.layout",
     "Planner": "kvtier.planner",
     "Status": "kvtier.errors",
+    "TaskState": "kvtier.tasks",
     "Worker": "kvtier.worker",
 }
 
