@@ -4,6 +4,8 @@ One `begin_load` is both question and lease. Always true: what requests hold tha
 together with what they have asked for, is at most a quarter of the pool, a page counted once for each
 request; only one request that is being looked up may hold more, else a prompt of more than a quarter of the
 pool could never be loaded whole. A lease is a record's `answer`, or has been handed to a load, or aborted.
+
+Longer than 300 lines: asking, deciding and holding share each record's one question and one answer.
 """
 
 from __future__ import annotations

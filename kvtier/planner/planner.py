@@ -4,6 +4,8 @@ May import the client, `wire` and the ground floor; never torch, never zmq. One 
 and one thread. Always true: no call waits longer than it was told to; whatever the sidecar does is a result,
 never an exception; a lease is given back once, and only when no rank copies under it; every task comes back
 from `update` once.
+
+Longer than 300 lines: the engine's whole face is here, with its checks; what decides is in the other files.
 """
 
 from __future__ import annotations
