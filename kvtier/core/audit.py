@@ -42,8 +42,9 @@ def check_slice(book: Ledger) -> Iterator[None]:
 
 def check_all(book: Ledger) -> None:
     """Everything. O(pages)."""
-    untouched, waiting = book.clearing.untouched(), book.clearing.waiting()
-    book.tree.check(untouched)
+    untouched, waiting, reading = book.clearing.untouched(), book.clearing.waiting(), book.clearing.reading()
+    loose_leaves = sum(not node.children for node in untouched)
+    book.tree.check(len(untouched) + len(waiting) + len(reading), loose_leaves)
     seen = book.free.frames()
     writing = 0
     for root in book.tree.roots:
@@ -81,7 +82,7 @@ def _check_leases(book: Ledger) -> array[int]:
     """Frames that leases keep out of the tree; each pin belongs to one lease."""
     frames = array("i")
     pins: dict[Node, int] = {}
-    kept: dict[Node, None] = {}
+    kept: set[Node] = set()
     doomed = quarantined = 0
     for lease in book.leases:
         require(book.sessions.by_sid.get(lease.session.sid) is lease.session, "a lease without session")
@@ -99,7 +100,7 @@ def _check_leases(book: Ledger) -> array[int]:
             pins[lease.node] = pins.get(lease.node, 0) + 1
             at: Node | None = lease.node
             while lease.node.state == DOOMED and at is not None and at.parent is not None:
-                kept[at] = None
+                kept.add(at)
                 at = at.parent
     require(doomed == book.doomed, f"{book.doomed} DOOMED frames counted, {doomed} there")
     require(quarantined == book.quarantined, f"{book.quarantined} quarantined counted, {quarantined} there")
@@ -107,6 +108,7 @@ def _check_leases(book: Ledger) -> array[int]:
         require(node.pins == count, f"a node has {node.pins} pins, {count} leases pin it")
     in_trees = sum(node.pins for root in book.tree.roots for node in book.tree.walk(root))
     require(in_trees == sum(n for node, n in pins.items() if node.state != DOOMED), "a pin without lease")
+    require(kept == set(book.clearing.reading()), "a page is kept that nobody reads")
     require(sum(node.count for node in kept) == book.clearing.kept, "pages kept for readers")
     for node in kept:
         require(node.state == DOOMED, "a kept node is not DOOMED")

@@ -17,16 +17,14 @@ from kvtier.core.writes import DOOMED
 
 
 class Clearing:
-    """Dropped trees. `pages` can be swept, `kept` are still being read.
-
-    A node that is kept has in `children` those children that are kept too; `owner` is true while
-    others below it are not swept.
-    """
+    """Dropped trees. `pages` can be swept, `kept` are still being read."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         # What is left of a node's children, and the node, which can go when they have.
         self._stack: list[tuple[dict[bytes, Node], Node]] = []
+        # Nodes that were being read when their tree was dropped: on how many others below each waits.
+        self._waits: dict[Node, int] = {}
         self._done: list[Node] = []
         self.pages = 0
         self.kept = 0
@@ -48,23 +46,18 @@ class Clearing:
             chains.append(chain)
         chains.reverse()  # a later chain ends at an earlier one, so it is deeper
         kept = [node for chain in chains for node in chain]
-        opened: list[tuple[dict[bytes, Node], Node]] = []
-        for node in [*kept, root]:
-            rest = node.children
-            node.children = None
-            if rest:
-                node.owner = True
-                opened.append((rest, node))
+        self._waits.update(dict.fromkeys(kept, 0))
         for node in kept:
             parent = node.parent
-            if parent is not None:
-                if parent.children is None:
-                    parent.children = {}
-                parent.children[node.key] = node
-        for rest, node in opened:
-            for key in node.children or ():
-                del rest[key]
-        self._stack.extend(opened)
+            if parent is not None and parent.children is not None:
+                del parent.children[node.key]
+            if parent in self._waits:
+                self._waits[parent] += 1
+        for node in [*kept, root]:
+            if node.children:
+                self._stack.append((node.children, node))
+                if node in self._waits:
+                    self._waits[node] += 1
         pages = sum([node.count for node in kept])
         tree.roots.discard(root)
         tree.pages -= root.total
@@ -79,8 +72,8 @@ class Clearing:
         What nobody holds any more, but has pages below it to be swept, is left to `sweep`.
         """
         node.pins -= 1
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        at = node
+        while at.parent is not None:
             at.holds -= 1
             if not at.holds:
                 self.kept -= at.count
@@ -95,7 +88,7 @@ class Clearing:
         goal = self.pages - pages
         while stack:
             children, node = stack[-1]
-            if self.pages <= goal and (children or node.state != DOOMED):
+            if self.pages <= goal and (children or node not in self._waits):
                 break  # what has nothing below it any more is not made to wait
             if children:
                 child = children.popitem()[1]
@@ -106,38 +99,32 @@ class Clearing:
                     self._free(child)
                 continue
             stack.pop()
-            if node.state == DOOMED:
-                node.owner = None
+            if node in self._waits:
+                self._waits[node] -= 1
                 self._free_up(node)
             elif node.parent is not None:
                 self._free(node)
         return self._take_done()
 
     def _free_up(self, node: Node) -> None:
-        """Free `node`, and then its parents, as far as nothing holds them or hangs below them any more."""
+        """Free `node`, and then its parents, as far as nothing holds them and they wait for nothing more."""
         at: Node | None = node
-        while at is not None and at.parent is not None:
-            if at.holds or at.owner is not None or at.children:
-                return
-            above = at.parent
-            if above.children is not None:
-                above.children.pop(at.key, None)
+        while at in self._waits and not at.holds and not self._waits[at]:
+            del self._waits[at]
             self._free(at)
-            at = above
+            at = at.parent
+            if at in self._waits:
+                self._waits[at] -= 1
 
     def _free(self, node: Node) -> None:
         self.pages -= node.count
         node.root.total -= node.count
-        node.children = None
         self._tree.nodes -= 1
         self._done.append(node)
 
     def _take_done(self) -> array[int]:
         done, self._done = self._done, []
-        values = _tails_first(done)
-        for node in done:
-            node.parent = None
-        return values
+        return _tails_first(done)
 
     def untouched(self) -> list[Node]:
         """Nodes that `sweep` has yet to come to. O(nodes): for checks."""
@@ -146,13 +133,12 @@ class Clearing:
 
     def waiting(self) -> list[Node]:
         """Nodes that go when all below them has gone. O(nodes): for checks."""
-        nodes: dict[Node, None] = {}
-        for _, node in self._stack:
-            at: Node | None = node
-            while at is not None and at.parent is not None and not at.holds and at.state == node.state:
-                nodes[at] = None
-                at = at.parent if node.state == DOOMED else None
-        return list(nodes)
+        opened = [node for _, node in self._stack if node not in self._waits and node.parent is not None]
+        return [*opened, *(node for node in self._waits if not node.holds)]
+
+    def reading(self) -> list[Node]:
+        """Nodes that are kept for their readers. O(nodes): for checks."""
+        return [node for node in self._waits if node.holds]
 
 
 def _tails_first(nodes: list[Node]) -> array[int]:

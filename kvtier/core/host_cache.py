@@ -266,10 +266,6 @@ class HostCache:
         lease = session.leases.get(number)
         if lease is None:
             return Ended(Status.DONE)
-        if lease.ended:
-            lease.quiet |= mask
-            settle(self._book, lease)
-            return Ended(Status.DONE)
         return end(self._book, lease, mask, whole)
 
     def quiet(self, mover_sid: int, planner_sid: int, number: int, now: float) -> Ended:

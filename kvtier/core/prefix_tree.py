@@ -19,7 +19,7 @@ Always true, and checked by `check()`:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvtier.core.checks import require
 from kvtier.core.node import VALUE_BYTES, Match, Node, Root, fill
@@ -416,14 +416,13 @@ class PrefixTree:
 
     # -- self-check ----------------------------------------------------------------------------------
 
-    def check(self, apart: Sequence[Node] = ()) -> None:
+    def check(self, loose_nodes: int = 0, loose_leaves: int = 0) -> None:
         """Raise BrokenInvariantError for the first broken invariant. O(pages); for tests and idle times.
 
-        `apart`: nodes that are under no root any more but still in the policy and in `nodes`.
+        `loose_nodes` are under no root any more but still counted, `loose_leaves` are still in the policy.
         """
         pages = held = 0
-        nodes = len(apart)
-        idle = sum(1 for node in apart if not node.children)
+        nodes, idle = loose_nodes, loose_leaves
         for root in self.roots:
             total = 0
             for node in self.walk(root):
@@ -439,7 +438,7 @@ class PrefixTree:
             pages += total
         require(pages == self.pages, f"{self.pages} pages counted, {pages} there")
         require(held == self.held, f"{self.held} held pages counted, {held} there")
-        require(nodes <= self.nodes, f"{self.nodes} nodes counted, {nodes} there")
+        require(nodes == self.nodes, f"{self.nodes} nodes counted, {nodes} there")
         require(idle == len(self.policy), f"{len(self.policy)} leaves in the policy, {idle} idle")
 
     def check_node(self, node: Node) -> None:
