@@ -22,7 +22,8 @@ class NaiveTable:
             getattr(self, "on_" + type(write).__name__)(write)
 
     def _move(self, frames, allowed: set[int], state: int) -> None:
-        assert len(set(frames)) == len(frames)
+        assert frames.typecode == "i"
+        assert len(set(frames)) == len(frames) > 0
         for frame in frames:
             assert self.state[frame] in allowed, (frame, self.state[frame], state)
             self.state[frame] = state

@@ -14,7 +14,7 @@ from kvtier.core.ledger import Ledger
 from kvtier.core.node import Node
 from kvtier.core.spaces import Space
 from kvtier.core.writes import DOOMED, LOAD, READY, STORE, WRITING
-from tests.core.chains import NS, OTHER, Engine, make
+from tests.core.chains import NS, OTHER, Engine, keys, make
 
 THIRD = b"t" * 16
 
@@ -156,6 +156,22 @@ def a_frame_beyond_the_pool(book: Ledger) -> None:
 @breaks("a WRITING node has no lease")
 def writing_without_lease(book: Ledger) -> None:
     node(book, WRITING).owner = None
+
+
+@breaks("a WRITING node is not held")
+def writing_without_pin(book: Ledger) -> None:
+    found = next(lease.node for lease in book.leases if lease.kind == STORE and lease.node is not None)
+    book.tree.unpin(found)
+
+
+@breaks("a page is kept that nobody reads")
+def reading_without_lease(book: Ledger) -> None:
+    found = kept_node(book)
+    reader = lease(book, LOAD, lambda lease: lease.node is found)
+    reader.node = above = found.parent
+    assert above is not None
+    found.pins -= 1
+    above.pins += 1
 
 
 @breaks("a WRITING node is not on its lease's path")
@@ -341,6 +357,33 @@ def test_slices_skip_what_has_gone_since():
         engine.fill([name, 1])
     cache.check(budget=100)
     cache.check()
+
+
+def test_slices_go_on_after_what_has_gone():
+    cache = make(8)
+    engine = Engine(cache)
+    for name in "abcd":
+        engine.fill([name, 1])
+    cache.check(budget=1)  # of "d"
+    for name in "abd":
+        engine.load([name, 1])
+        engine.finish()
+    engine.fill("xy")  # evicts "c"
+    node_of_a = cache._book.tree.match(next(iter(cache._book.tree.roots)), keys(["a", 1])).node
+    node_of_a.state = 0
+    with pytest.raises(BrokenInvariantError, match="state 0"):
+        cache.check(budget=10)
+
+
+def test_slices_pass_over_merged_nodes():
+    cache = make(16)
+    engine = Engine(cache)
+    engine.fill("abcd")
+    engine.load("ab")
+    engine.fill("xy")
+    cache.check(budget=1)  # of "xy"; that of "ab" is next
+    engine.finish(engine.number - 1)
+    cache.check(budget=10)
 
 
 def test_slices_come_round_again():

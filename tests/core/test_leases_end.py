@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.checks import BrokenInvariantError
+from kvtier.core.host_cache import HostCache
 from kvtier.core.writes import Free, LeaseEnd, NamespaceEnd, Quarantine
 from kvtier.errors import Status, UsageError
 from tests.core.chains import NS, OTHER, Engine, keys, make, ready
@@ -283,6 +284,86 @@ def test_r13_two_flushes_under_one_reader():
     engine.finish()
     cache.sweep(100)
     assert cache.stats()["frames_free"] == 32
+
+
+def freed_by(cache: HostCache) -> list[int]:
+    return [frame for write in cache.take_writes() if isinstance(write, Free) for frame in write.frames]
+
+
+def test_r13_branches_are_swept_tails_first_and_one_node_at_a_time():
+    cache = make()
+    engine = Engine(cache)
+    trunk = engine.fill("ab")
+    left = engine.fill("abcd")[:2]
+    right = engine.fill("abXY")
+    deeper = engine.fill("abXYZ")
+    other = engine.fill("abXYQ")
+    cache.flush(NS, 0.0)
+    cache.take_writes()
+    assert cache.sweep(0) == 8
+    order = []
+    while cache.stats()["frames_clearing"]:
+        cache.sweep(1)
+        order += freed_by(cache)
+        cache.check()
+    for below, above in ((deeper, right), (other, right), (right, trunk), (left, trunk)):
+        assert order.index(below[0]) < order.index(above[-1])
+    for chain in (trunk, left, right):
+        assert order.index(chain[1]) < order.index(chain[0])
+
+
+def test_r13_a_sweep_stops_in_time_below_a_page_that_is_read():
+    cache = make()
+    engine = Engine(cache)
+    for tail in "bcd":
+        engine.fill("a" + tail)
+    engine.load("a")
+    assert cache.flush(NS, 0.0)[:2] == (3, 1)
+    assert cache.sweep(1) == 2
+    assert cache.sweep(1) == 1
+    engine.finish()
+    assert cache.stats()["frames_clearing"] == 2
+    assert cache.sweep(1) == 0
+    assert cache.stats()["frames_free"] == 32
+
+
+def test_r13_readers_of_one_page_and_of_pages_above_one_another():
+    cache = make()
+    engine = Engine(cache)
+    frames = engine.fill("abcd")
+    for path in ("ab", "abcd", "ab", "abc"):
+        engine.load(path)
+    assert cache.flush(NS, 0.0)[:2] == (0, 4)
+    cache.take_writes()
+    order = []
+    for back in (0, 2, 3, 1):
+        cache.check()
+        engine.finish(engine.number - back)
+        order.append(freed_by(cache))
+    assert order == [[], [frames[3], frames[2]], [], [frames[1], frames[0]]]
+    cache.check()
+
+
+def test_what_is_known_to_be_quiet_stays_known_when_the_planner_dies():
+    cache = make()
+    engine = Engine(cache, ranks=2)
+    engine.store("ab")
+    engine.abort(quiet={0})
+    cache.died(engine.sid, 0.0)
+    assert cache.stats()["frames_quarantined"] == 2
+    cache.quiet(engine.movers[1], engine.sid, engine.number, 0.0)
+    assert cache.stats()["frames_free"] == 32
+
+
+def test_a_planner_that_detaches_when_quiet_settles_what_had_ended():
+    cache = make()
+    engine = Engine(cache, ranks=2)
+    engine.store("ab")
+    engine.abort(quiet={0})
+    engine.load("x")
+    cache.detach(engine.sid, True, 0.0)
+    assert cache.stats()["frames_free"] == 32
+    assert cache.stats()["sessions"] == 2
 
 
 def test_r18_a_flush_frees_in_slices():
