@@ -16,9 +16,9 @@ from kvtier.memory.allocator import KvCacheAllocator
 from kvtier.memory.memory_manager import MemoryManager
 from kvtier.memory.owner import ThreadOwner
 from kvtier.memory.page_allocator import PageAllocator
+from kvtier.memory.paged_strategy import PagedStrategy
 from kvtier.memory.radix_cache import Prefix, RadixCache
 from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.paged_strategy import PagedStrategy
 from kvtier.memory.strategy import TaskCacheState
 from kvtier.memory.task_cache import TaskCacheManager
 
