@@ -33,8 +33,8 @@ from torch import Tensor
 from kvtier.config import Options
 from kvtier.keys import Namespace, PageChain
 from kvtier.memory.memory_manager import MemoryManager
-from kvtier.memory.request_pool import ReqToTokenPool
 from kvtier.memory.paged_strategy import PagedStrategy
+from kvtier.memory.request_pool import ReqToTokenPool
 from kvtier.memory.task_cache import CopyHold, TaskCacheManager
 from kvtier.tasks import LoadTask, OffloadTask, Task, TaskState
 from kvtier.worker import Worker
