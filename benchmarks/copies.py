@@ -3,10 +3,12 @@
     python benchmarks/copies.py
 
 A `kvtier serve` process, a planner's client, and a `Mover` with its one copy thread. Each store and each
-load is timed whole: lease, plan, copies, end of the lease. The plain copy moves the same number of bytes
-between the same pool pages and the same device buffer, page by page, as one numpy copy each. The order goes
-round, medians count, every byte is compared after each run. Goals (4 KiB rows, 8 MiB pages): offload 0.90 on
-runs and 0.80 on random slots, load 0.85 and 0.80 of the plain copy's rate. Nothing is asserted but the bytes.
+load is timed from its plan to its end in the mover's progress, and once more with its lease's begin and
+finish, one round trip each, waited for (an engine's planner waits for neither). The plain copy moves the same
+number of bytes between the same pool pages and the same device buffer, page by page, as one numpy copy each.
+The order goes round, medians count, every byte is compared after each run. Goals (4 KiB rows, 8 MiB pages):
+offload 0.90 on runs and 0.80 on random slots, load 0.85 and 0.80 of the plain copy's rate. Nothing is
+asserted but the bytes.
 
 Beside the clock on the wall stands the CPU time of this process (copies, plans, messages): on a machine
 that others use too it is the steadier of the two.
@@ -43,8 +45,8 @@ POOL = "256MiB"
 ROUNDS = 9
 NS = b"benchmark copies"
 
-Seconds = tuple[float, float]
-"""On the wall, and of this process's CPU time."""
+Seconds = tuple[float, float, float]
+"""On the wall, of this process's CPU time, and on the wall with the lease's begin and finish."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -53,7 +55,7 @@ class Timer:
     def __init__(self) -> None:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
-    def stop(self) -> Seconds:
+    def stop(self) -> tuple[float, float]:
         return time.perf_counter() - self.wall, time.process_time() - self.cpu
 
 
@@ -103,12 +105,15 @@ class Bench:
             self.client.wait(0.05)
         raise SystemExit("the pool did not come up in 30 s")
 
-    def copy(self, kind: Kind, frames: Ints, units: Ints, gens: npt.NDArray[np.uint32] | None = None) -> None:
+    def copy(
+        self, kind: Kind, frames: Ints, units: Ints, gens: npt.NDArray[np.uint32] | None = None
+    ) -> tuple[float, float]:
         """One task of the mover, from plan to progress."""
         self.tasks += 1
         lane = Lane.OFFLOADS if kind == Kind.OFFLOAD else Lane.LONG_LOADS
         none = np.empty(0, np.uint32)
         copy = Copy(self.tasks, kind, lane, self.tasks, frames, units, 0, none if gens is None else gens)
+        timer = Timer()
         self.mover.mark()
         self.mover.apply(encode([copy], self.client.pool_id))
         while True:
@@ -118,6 +123,7 @@ class Bench:
             self.mover.wait_progress(30)
         if seen.failures:
             raise SystemExit(f"a copy failed: {seen.failures}")
+        return timer.stop()
 
     def offload(self, units: Ints) -> Seconds:
         """Seconds for PAGES pages under a store lease, begin to finish."""
@@ -125,15 +131,15 @@ class Bench:
         found = self.client.lookup(NS, self.keys)
         if not isinstance(found.body, LookupReply):
             raise SystemExit(f"look-up: {found}")
-        started = Timer()
+        started = time.perf_counter()
         number = self.client.next_number()
         (grant,) = self.client.begin_store([StoreChain(number, NS, self.keys, found.body.epoch)])
         if grant.status != Status.OK or grant.taken != PAGES:
             raise SystemExit(f"no room: {grant}")
         frames = np.array(grant.frames, np.int32)
-        self.copy(Kind.OFFLOAD, frames, units)
+        copied = self.copy(Kind.OFFLOAD, frames, units)
         (ended,) = self.client.finish([End(number, (0,))])
-        seconds = started.stop()
+        seconds = (*copied, time.perf_counter() - started)
         if ended.visible != PAGES:
             raise SystemExit(f"not all is visible: {ended}")
         self.frames, self.stored = frames, units
@@ -146,15 +152,15 @@ class Bench:
     def load(self, units: Ints) -> Seconds:
         """Seconds for what was stored last, into other slots, under a load lease, begin to finish."""
         self.device[:, units] = 0
-        started = Timer()
+        started = time.perf_counter()
         number = self.client.next_number()
         (grant,) = self.client.begin_load([LoadChain(number, NS, self.keys)])
         if grant.status != Status.OK or len(grant.frames) != PAGES:
             raise SystemExit(f"no hit: {grant}")
         frames = np.array(grant.frames, np.int32)
-        self.copy(Kind.LOAD, frames, units, np.array(grant.gens, np.uint32))
+        copied = self.copy(Kind.LOAD, frames, units, np.array(grant.gens, np.uint32))
         self.client.finish([End(number, (0,))])
-        seconds = started.stop()
+        seconds = (*copied, time.perf_counter() - started)
         for layer in range(LAYERS):
             if not np.array_equal(self.device[layer, units], self.image[layer, self.stored]):
                 raise SystemExit(f"layer {layer} is not what was stored")
@@ -172,13 +178,13 @@ class Bench:
                 np.copyto(device, page)
             else:
                 np.copyto(page, device)
-        seconds = started.stop()
+        wall, cpu = started.stop()
         for number, page in enumerate(pages):
             if not np.array_equal(page, flat[number * size : (number + 1) * size]):
                 raise SystemExit("a plain copy is not equal")
         if load:
             self.device[:] = self.image
-        return seconds
+        return wall, cpu, wall
 
     def pool_page(self, frame: int, write: bool = False) -> npt.NDArray[np.uint8]:
         return self.client.pool.page(frame, 0, write=write)[: self.page_bytes]
@@ -215,10 +221,10 @@ def report(row_bytes: int, bench: Bench, seconds: dict[str, list[Seconds]]) -> N
     )
     print(f", {PAGES} pages a copy, one thread, median of {len(seconds['load plain'])}")
     goals = {"offload runs": 0.90, "offload random slots": 0.80, "load runs": 0.85, "load random slots": 0.80}
-    print(f"  {'':22s} {'wall':>16s} {'CPU':>23s}")
+    print(f"  {'':22s} {'wall':>13s} {'CPU':>25s} {'wall, with lease':>35s}")
     for name, values in seconds.items():
         line = f"  {name:22s}"
-        for clock in (0, 1):
+        for clock in range(3):
             plain = statistics.median(value[clock] for value in seconds[name.split()[0] + " plain"])
             median = statistics.median(value[clock] for value in values)
             line += f" {moved / median / 1e9:6.2f} GB/s {plain / median:5.2f} of plain"

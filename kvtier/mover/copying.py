@@ -36,6 +36,8 @@ POPULATE_BYTES = 8 << 20
 
 log = logging.getLogger(__name__)
 
+Pages = npt.NDArray[np.uint8]
+
 _ABANDONED: list[object] = []
 """Jobs whose copies were still running when their mover was closed: kept, so that their memory is (R11)."""
 
@@ -74,6 +76,8 @@ class CopyThread:
         self._close_by: float | None = None
         self._quiet_end = False
         self._polled_s = 0.0
+        # [chunk] -> uint8[frames, shard bytes], to read and to write; kept until the pool is let go.
+        self._arrays: tuple[list[Pages], list[Pages]] = ([], [])
         self._unpopulated: deque[npt.NDArray[np.uint8]] = deque()
         self._seen_chunks = (0, 0)
         self._lock = threading.Lock()  # of the bell and whether there still is one
@@ -207,14 +211,17 @@ class CopyThread:
             self._unpopulated.clear()
             self.lanes.refuse_waiting(Reason.AWAY)
             if not self.lanes.running:
+                self._arrays = ([], [])
                 client.release()
         self.attached = client.attached and client.pool.frames > 0
         if client.attached and (client.attachment_no, client.pool.chunks) != self._seen_chunks:
-            number, chunks = self._seen_chunks
-            first = chunks if number == client.attachment_no else 0
+            if client.attachment_no != self._seen_chunks[0]:
+                self._arrays = ([], [])
             self._seen_chunks = (client.attachment_no, client.pool.chunks)
-            for chunk in range(first, client.pool.chunks):
-                flat = client.pool.shard(chunk, self._shard, write=True).reshape(-1)
+            for chunk in range(len(self._arrays[0]), client.pool.chunks):
+                for write, arrays in enumerate(self._arrays):
+                    arrays.append(client.pool.shard(chunk, self._shard, write=bool(write)))
+                flat = self._arrays[True][chunk].reshape(-1)
                 for begin in range(0, len(flat), POPULATE_BYTES):
                     self._unpopulated.append(flat[begin : begin + POPULATE_BYTES])
 
@@ -245,7 +252,11 @@ class CopyThread:
 
     def page(self, frame: int, write: bool) -> Page:
         """See `lanes.Frames`."""
-        return self._client.pool.page(frame, self._shard, write=write)
+        # As PoolView.page, without its checks: `refuse` has seen that the frame is mapped.
+        arrays = self._arrays[write]
+        chunk, within = divmod(frame, len(arrays[0]))
+        page: Page = arrays[chunk][within]
+        return page
 
     def gens(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
         """See `lanes.Frames`."""

@@ -20,18 +20,17 @@ POOL = b"a pool of tests."
 
 
 class FakePool:
+    """What the mover uses of a `PoolView`: chunks of 25 frames, and how far it is mapped."""
+
     def __init__(self, shard_bytes: tuple[int, ...], frames: int) -> None:
         self.frames = frames
-        self.chunks = 1
+        self.chunks = -(-frames // 25)
         self.arrays = [np.zeros((frames, size), np.uint8) for size in shard_bytes]
 
-    def page(self, frame: int, shard: int = 0, *, write: bool = False) -> np.ndarray:
-        view = self.arrays[shard][frame]
+    def shard(self, chunk: int, shard: int, *, write: bool = False) -> np.ndarray:
+        view = self.arrays[shard][25 * chunk : 25 * (chunk + 1)]
         view.flags.writeable = write
         return view
-
-    def shard(self, chunk: int, shard: int, *, write: bool = False) -> np.ndarray:
-        return self.arrays[shard]
 
 
 class FakeClient:

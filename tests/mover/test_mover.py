@@ -39,13 +39,13 @@ class TestCopies:
         count = 3 * buffers.page_units
         units = shapes.units_for(buffers, 0, count)
         with rig(monkeypatch, buffers) as r:
-            out = r.copy(Kind.OFFLOAD, [5, 2, 9], units)
+            out = r.copy(Kind.OFFLOAD, [5, 63, 27], units)
             r.give(out)
             assert not r.finished(out).failures
             before = shapes.image(buffers)
             for plane in buffers.planes:
                 plane.zero_()
-            back = r.copy(Kind.LOAD, [5, 2, 9], units)
+            back = r.copy(Kind.LOAD, [5, 63, 27], units)
             r.give(back)
             assert not r.finished(back).failures
             for plane, now, then in zip(buffers.layout.shards[0], shapes.image(buffers), before, strict=True):
