@@ -30,7 +30,7 @@ from kvtier.core.leases import quiet_mask
 from kvtier.core.ledger import Ledger
 from kvtier.core.policy import Policy
 from kvtier.core.prefix_tree import Node
-from kvtier.core.results import NO_FRAMES, Attached, Ended, Flushed, Found, LoadGrant, Reason, StoreGrant
+from kvtier.core.results import Attached, Ended, Flushed, Found, LoadGrant, Reason, StoreGrant
 from kvtier.core.sessions import Session
 from kvtier.core.writes import (
     PLANNER,
@@ -177,22 +177,22 @@ class HostCache:
         epoch = self._book.spaces.epoch(ns)
         session = self._book.sessions.by_sid.get(sid)
         if session is None or session.closed or session.dead:
-            return LoadGrant(Status.GONE, NO_FRAMES, epoch, 0)
+            return LoadGrant.none(Status.GONE, epoch)
         bad = self._begin(session, number)
         if bad:
-            return LoadGrant(Status.BAD, NO_FRAMES, epoch, 0, text=bad)
+            return LoadGrant.none(Status.BAD, epoch, text=bad)
         reason = session.group.refusal() or (Reason.SUSPECT if session.suspect else "")
         space = self._book.spaces.by_ns.get(ns)
         if not reason and self._book.leases.full:
             reason = Reason.LEASES
         if reason:
             self._book.counts.add(total - first, 0, reason)
-            return LoadGrant(Status.BUSY, NO_FRAMES, epoch, 0, reason)
+            return LoadGrant.none(Status.BUSY, epoch, reason=reason)
         if space is None:
             self._book.counts.add(total - first, 0, Reason.ABSENT)
-            return LoadGrant(Status.MISS, NO_FRAMES, epoch, 0, Reason.ABSENT)
+            return LoadGrant.none(Status.MISS, epoch, reason=Reason.ABSENT)
 
-        return loads.begin(self._book, session, number, space, keys, first, at_least, now)
+        return loads.begin(self._book, session, number, space, keys, first, at_least)
 
     # -- stores --------------------------------------------------------------------------------------
 
@@ -217,25 +217,25 @@ class HostCache:
         current = self._book.spaces.epoch(ns)
         session = self._book.sessions.by_sid.get(sid)
         if session is None or session.closed or session.dead:
-            return StoreGrant(Status.GONE, 0, NO_FRAMES, 0, 0, current)
+            return StoreGrant.none(Status.GONE, current)
         bad = self._begin(session, number)
         if bad:
-            return StoreGrant(Status.BAD, 0, NO_FRAMES, 0, 0, current, text=bad)
+            return StoreGrant.none(Status.BAD, current, text=bad)
         reason = session.group.refusal() or (Reason.SUSPECT if session.suspect else "")
         if not reason and self._book.leases.full:
             reason = Reason.LEASES
         if reason:
-            return StoreGrant(Status.BUSY, 0, NO_FRAMES, 0, 0, current, reason)
+            return StoreGrant.none(Status.BUSY, current, reason)
         if epoch != current:
-            return StoreGrant(Status.MISS, 0, NO_FRAMES, 0, 0, current, Reason.FLUSHED)
+            return StoreGrant.none(Status.MISS, current, Reason.FLUSHED)
         if not keys:
-            return StoreGrant(Status.OK, 0, NO_FRAMES, 0, 0, current)
+            return StoreGrant.none(Status.OK, current)
         space = self._book.spaces.get_or_add(ns)
         if space is None and self._book.clearing.pages:
             self._book.sweep(SLICE_PAGES)  # a swept namespace gives its entry back
             space = self._book.spaces.get_or_add(ns)
         if space is None:
-            return StoreGrant(Status.BUSY, 0, NO_FRAMES, 0, 0, current, Reason.NAMESPACES)
+            return StoreGrant.none(Status.BUSY, current, Reason.NAMESPACES)
         patience = self.patience_s if patience_s is None else patience_s
         return stores.begin(self._book, session, number, space, keys, now, patience)
 

@@ -110,7 +110,7 @@ class LeaseTable:
     def full(self) -> bool:
         return len(self._leases) == self.size
 
-    def add(self, session: Session, number: int, kind: int, space: Space, since: float) -> Lease:
+    def add(self, session: Session, number: int, kind: int, space: Space, since: float = 0.0) -> Lease:
         """A new lease of `session`; the table must not be full."""
         if self._free:
             index = self._free.pop()

@@ -8,7 +8,7 @@ from typing import cast
 
 from kvtier.core.ledger import Ledger
 from kvtier.core.prefix_tree import Match, Node
-from kvtier.core.results import NO_FRAMES, LoadGrant, Reason
+from kvtier.core.results import LoadGrant, Reason
 from kvtier.core.sessions import Session
 from kvtier.core.spaces import Space
 from kvtier.core.writes import LOAD, READY
@@ -24,7 +24,6 @@ def begin(
     keys: bytes,
     first: int,
     at_least: int,
-    now: float,
 ) -> LoadGrant:
     """Grant what can be read of a load whose request was found in order (`HostCache.begin_load`)."""
     total, epoch = len(keys) // KEY_BYTES, space.epoch
@@ -51,12 +50,12 @@ def begin(
         if pages > first:
             reason = reason if status == Status.BUSY else Reason.TOO_FEW
         book.counts.add(total - first, 0, reason)
-        return LoadGrant(status, NO_FRAMES, epoch, match.pages, reason)
+        return LoadGrant.none(status, epoch, match.pages, reason)
 
     node, offset = _trim(match, pages)
     node = tree.split(node, offset)
     tree.pin(node)
-    lease = book.leases.add(session, number, LOAD, space, now)
+    lease = book.leases.add(session, number, LOAD, space)
     lease.node = node
     book.charge(lease, pages)
     book.writes.append(lease.record(pages))

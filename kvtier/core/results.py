@@ -39,6 +39,10 @@ class Reason:
     """The table of leases is full."""
 
 
+NO_FRAMES: array[int] = array("i")
+"""Shared and empty; do not append to it."""
+
+
 class Attached(NamedTuple):
     """Answer to `attach`. `slot` is the session's index (also its byte in the lock file), -1 if refused."""
 
@@ -71,6 +75,11 @@ class LoadGrant(NamedTuple):
     reason: str = ""
     text: str = ""
 
+    @staticmethod
+    def none(status: Status, epoch: int, ready: int = 0, reason: str = "", text: str = "") -> LoadGrant:
+        """No lease."""
+        return LoadGrant(status, NO_FRAMES, epoch, ready, reason, text)
+
 
 class StoreGrant(NamedTuple):
     """Answer to `begin_store`. Write page `start + i` into `frames[i]`; `taken == 0` means no lease was made.
@@ -87,6 +96,13 @@ class StoreGrant(NamedTuple):
     epoch: int
     reason: str = ""
     text: str = ""
+
+    @staticmethod
+    def none(
+        status: Status, epoch: int, reason: str = "", start: int = 0, pending: int = 0, text: str = ""
+    ) -> StoreGrant:
+        """No lease."""
+        return StoreGrant(status, start, NO_FRAMES, 0, pending, epoch, reason, text)
 
 
 class Ended(NamedTuple):
@@ -110,7 +126,3 @@ class Flushed(NamedTuple):
     freed: int
     doomed: int
     epoch: int
-
-
-NO_FRAMES: array[int] = array("i")
-"""Shared and empty; do not append to it."""

@@ -10,7 +10,7 @@ from typing import cast
 from kvtier.core.leases import Lease
 from kvtier.core.ledger import Ledger
 from kvtier.core.prefix_tree import VALUE_BYTES, Match, Node
-from kvtier.core.results import NO_FRAMES, Reason, StoreGrant
+from kvtier.core.results import Reason, StoreGrant
 from kvtier.core.sessions import Session
 from kvtier.core.spaces import Space
 from kvtier.core.writes import STORE, WRITING, Claim, Doom, Reparent
@@ -33,7 +33,7 @@ def begin(
     want = total - start if whole else stale_pages
     reason = "" if whole else Reason.PENDING
     if not want:
-        return StoreGrant(Status.OK, start, NO_FRAMES, 0, pending, space.epoch)
+        return StoreGrant.none(Status.OK, space.epoch, "", start, pending)
     book.store_asked += want
 
     # Count first, touch nothing: what the match pins cannot be evicted for it (R5).
@@ -45,7 +45,7 @@ def begin(
         reason = Reason.CAP if room <= can else Reason.FULL
     if taken <= 0:
         status = Status.BUSY if reason == Reason.CAP else Status.FULL
-        return StoreGrant(status, start, NO_FRAMES, 0, pending, space.epoch, reason)
+        return StoreGrant.none(status, space.epoch, reason, start, pending)
 
     anchor = tree.split(match.node, match.offset) if match.pages else None
     if anchor is not None:
@@ -59,7 +59,7 @@ def begin(
         if anchor is not None:
             tree.unpin(anchor)
             tree.merge(anchor)
-        return StoreGrant(Status.FULL, start, NO_FRAMES, 0, pending, space.epoch, reason)
+        return StoreGrant.none(Status.FULL, space.epoch, reason, start, pending)
 
     lease = book.leases.add(session, number, STORE, space, now)
     own = keys[start * KEY_BYTES : (start + taken) * KEY_BYTES]
