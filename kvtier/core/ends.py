@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import cast
 
 from kvtier.core.leases import Lease
 from kvtier.core.ledger import Ledger
@@ -50,31 +49,31 @@ def _complete(book: Ledger, lease: Lease, own: list[Node]) -> int:
     above = own[0].parent
     while above is not None and above.parent is not None and above.state == READY:
         above = above.parent
-    node = cast(Node, lease.node)
     lease.node = None
-    tree.unpin(node)
-    tree.merge(node)
+    tree.unpin(own[-1])
+    tree.merge(own[-1])
     return len(frames) if above is not None and above.parent is None else 0
 
 
 def doom(book: Ledger, top: Node) -> int:
     """Take `top`, being written, and all below out of the tree (R7); how many READY pages went."""
     tree = book.tree
-    parent = cast(Node, top.parent)
+    parent: Node = top.parent  # type: ignore[assignment]  # it is in the tree
     freed = array("i")
     doomed = array("i")
-    touched: dict[Lease, None] = {}
+    touched: list[Lease] = []
     for node in reversed(tree.cut(top)):
         values = node.pages()
         values.reverse()
         if node.owner is None:
             freed.extend(values)
             continue
-        lease = cast(Lease, node.owner)
+        lease: Lease = node.owner
         lease.out.extend(values)
         lease.dropped += len(values)
-        lease.node = None
-        touched[lease] = None
+        if lease.node is not None:
+            lease.node = None
+            touched.append(lease)
         book.writing -= len(values)
         book.doomed += len(values)
         if not lease.ended:

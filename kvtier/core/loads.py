@@ -4,8 +4,6 @@ library only.
 
 from __future__ import annotations
 
-from typing import cast
-
 from kvtier.core.ledger import Ledger
 from kvtier.core.prefix_tree import Match, Node
 from kvtier.core.results import LoadGrant, Reason
@@ -74,6 +72,6 @@ def _trim(match: Match, pages: int) -> tuple[Node, int]:
     """The node in which the first `pages` pages of `match` end, and how many of its pages are among them."""
     node, start = match.node, match.pages - match.offset
     while start >= pages:
-        node = cast(Node, node.parent)
+        node = node.parent  # type: ignore[assignment]  # the match has `pages` pages or more
         start -= node.count
     return node, pages - start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VALUE_BYTES = 4
 """A value is a native int32."""
@@ -42,7 +42,7 @@ class Node:
     pins: int
     holds: int
     state: int
-    owner: object
+    owner: Any
     stamp: int
 
     def pages(self) -> array[int]:
@@ -55,7 +55,7 @@ class Root(Node):
 
     __slots__ = ("tag", "total")
 
-    tag: object
+    tag: Any
     total: int
 
 
@@ -78,7 +78,7 @@ def fill(
     key: bytes,
     parent: Node | None,
     state: int,
-    owner: object,
+    owner: Any,
     stamp: int,
 ) -> None:
     """Set every field of a new node."""

@@ -5,7 +5,6 @@ library only.
 from __future__ import annotations
 
 from array import array
-from typing import cast
 
 from kvtier.core.leases import Lease
 from kvtier.core.ledger import Ledger
@@ -96,7 +95,7 @@ def _take_over(book: Ledger, lease: Lease, stale: list[Node], frames: array[int]
         count = min(whole.count, len(frames) - used)
         node = tree.split(whole, count)
         taken.append(node)
-        old = cast(Lease, node.owner)
+        old: Lease = node.owner
         gone = node.pages()
         gone.reverse()
         book.writes.append(Doom(gone))
@@ -134,7 +133,7 @@ def _where(path: list[Node], match: Match, deadline: float) -> tuple[int, list[N
     closed = False
     for node in path:
         count = match.offset if node is match.node else node.count
-        stale = node.state == WRITING and cast(Lease, node.owner).since < deadline
+        stale = node.state == WRITING and node.owner.since < deadline
         if stale and not closed:
             if not run:
                 start = page

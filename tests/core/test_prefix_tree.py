@@ -374,5 +374,17 @@ def test_free_frames_are_a_stack_with_low_frames_on_top():
     assert list(free.take_below(0, 9)) == list(free.take_below(-1, 9)) == []
     assert list(free.take_below(5, 5)) == [4, 3]
     assert list(free.frames()) == [5]
+    free.grow(6)
+    assert list(free.take_below(1, 6)) == [5]
+    free.give(array("i", [5]))
     assert list(free.take(9)) == [5]
     assert len(free) == 0
+    for frames in (free.take(0), free.take(1), free.take_below(1, 9), free.frames()):
+        assert frames.typecode == "i"
+
+
+def test_a_pool_has_at_least_one_frame():
+    assert FreeFrames(1).total == 1
+    for total in (0, -1):
+        with pytest.raises(UsageError, match=f"^frames={total}: expected 1 or more$"):
+            FreeFrames(total)

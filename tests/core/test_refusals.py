@@ -13,28 +13,29 @@ from tests.core.chains import NS, OTHER, Engine, keys, make, ready
 
 
 def flushed(**options: int) -> tuple[HostCache, Engine]:
-    """A cache in epoch 2 with "abcd" stored in it."""
+    """A cache with "abcd" stored in epoch 2; other namespaces are in epoch 3."""
     cache = make(**options)
     engine = Engine(cache)
     cache.flush(None, 0.0)
     engine.fill("abcd")
+    cache.flush(OTHER, 0.0)  # raises the epoch of all namespaces that have no pages
     return cache, engine
 
 
-@pytest.mark.parametrize("ns", [NS, OTHER])
-def test_a_load_by_nobody_is_gone(ns: bytes):
+@pytest.mark.parametrize(("ns", "epoch"), [(NS, 2), (OTHER, 3)])
+def test_a_load_by_nobody_is_gone(ns: bytes, epoch: int):
     cache, engine = flushed()
-    gone = LoadGrant(Status.GONE, NO_FRAMES, 2, 0, "", "")
+    gone = LoadGrant(Status.GONE, NO_FRAMES, epoch, 0, "", "")
     assert cache.begin_load(7, 1, ns, keys("ab"), 0, 1, 0.0) == gone
     engine.store("xy", ns=OTHER)
     cache.died(engine.sid, 0.0)  # it lingers, for its store
     assert cache.begin_load(engine.sid, 99, ns, keys("ab"), 0, 1, 0.0) == gone
 
 
-@pytest.mark.parametrize("ns", [NS, OTHER])
-def test_a_store_by_nobody_is_gone(ns: bytes):
+@pytest.mark.parametrize(("ns", "epoch"), [(NS, 2), (OTHER, 3)])
+def test_a_store_by_nobody_is_gone(ns: bytes, epoch: int):
     cache, engine = flushed()
-    gone = StoreGrant(Status.GONE, 0, NO_FRAMES, 0, 0, 2, "", "")
+    gone = StoreGrant(Status.GONE, 0, NO_FRAMES, 0, 0, epoch, "", "")
     assert cache.begin_store(7, 1, ns, keys("ab"), 2, 0.0) == gone
     cache.detach(engine.sid, False, 0.0)
     assert cache.begin_store(engine.sid, 99, ns, keys("ab"), 2, 0.0) == gone
@@ -69,7 +70,7 @@ def test_a_mover_that_detached_without_quiet_makes_its_group_suspect():
 
 def test_a_miss_counts_the_pages_from_the_first_wanted():
     cache, engine = flushed()
-    assert engine.load("xyz", first=1, ns=OTHER) == LoadGrant(Status.MISS, NO_FRAMES, 2, 0, "absent", "")
+    assert engine.load("xyz", first=1, ns=OTHER) == LoadGrant(Status.MISS, NO_FRAMES, 3, 0, "absent", "")
     assert cache.stats()["missed_absent"] == 2
     assert engine.load("abXYZ", first=2) == LoadGrant(Status.MISS, NO_FRAMES, 2, 2, "absent", "")
     assert cache.stats()["missed_absent"] == 5
@@ -119,7 +120,7 @@ def test_a_store_without_room():
 
 def test_lookups_of_what_is_not_there():
     cache, _ = flushed()
-    assert cache.lookup(OTHER, keys("ab")) == Found(Status.OK, 0, 0, 2)
+    assert cache.lookup(OTHER, keys("ab")) == Found(Status.OK, 0, 0, 3)
     assert cache.lookup(NS, keys("xy")) == Found(Status.OK, 0, 0, 2)
     assert cache.lookup(NS, b"") == Found(Status.OK, 0, 0, 2)
 
@@ -232,6 +233,7 @@ def test_all_numbers_in_stats():
     cache.flush(None, 0.0)
     cache.sweep(99)
     stats = cache.stats()
+    assert all(type(value) is int for value in stats.values())
     assert stats == {
         "frames": 40,
         "frames_usable": 40,
