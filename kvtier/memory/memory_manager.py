@@ -18,7 +18,6 @@ overrides these hooks (`buffers.py` has latent and quantised KV, `docs/memory.md
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -26,14 +25,12 @@ from typing import Any
 import torch
 
 from kvtier.device.base import KVBuffers
-from kvtier.errors import KVTierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.layout import KVLayout, Plane, default_page_tokens
 from kvtier.memory.allocator import KvCacheAllocator
 from kvtier.memory.indices import Int32
 from kvtier.memory.owner import ThreadOwner
 from kvtier.memory.profile import agree_min, free_bytes
-
-_log = logging.getLogger(__name__)
 
 
 class MemoryManager:
@@ -147,17 +144,13 @@ class MemoryManager:
         self.owner.check("profile_size")
         if not 0 < mem_fraction <= 1:
             raise UsageError(f"mem_fraction={mem_fraction}: expected more than 0, at most 1")
-        tokens, failure, free, cell = -1, None, 0, self.get_cell_size()
+        tokens, cell = -1, self.get_cell_size()
         try:
             free = free_bytes(self.device) if available_bytes is None else available_bytes
             # One row more than tokens: the hold slot.
             tokens = max(0, int((free + self._buffer_bytes) * mem_fraction) // cell - 1)
-        except (KVTierError, RuntimeError) as error:  # told to the others first
-            failure = error
-            _log.error("free memory of %s could not be measured: %s", self.device, error)
-        agreed = agree_min(tokens, "size of the KV buffers", group)
-        if failure is not None:
-            raise failure
+        finally:  # also where that failed, so that no rank waits for this one
+            agreed = agree_min(tokens, "size of the KV buffers", group)
         if agreed < 1:
             raise UsageError(
                 f"profile_size({mem_fraction}): the smallest rank has room for no token; here one takes "

@@ -70,7 +70,7 @@ def agree_min(value: int, what: str, group: Any = None, timeout_s: float = AGREE
             dist.destroy_process_group(own)
     agreed = int(smallest[0])
     if agreed < 0 <= value:
-        raise ProfileError(f"another rank than {rank} has no {what}: its log says why")
+        raise ProfileError(f"another rank than {rank} has no {what}: its own error says why")
     return agreed
 
 

@@ -29,7 +29,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = KvCacheAllocator(SIZE)
+        self.count = np.zeros(1, np.int64)
+        self.slots = KvCacheAllocator(SIZE, free_count=self.count.data)
         self.used: set[int] = set()
         self.given: list[tuple[Any, list[int]]] = []
 
@@ -45,6 +46,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(UsageError, match=str(count)):
                 self.slots.alloc(count)
+
+    @rule(runs=st.integers(0, 4), run=st.integers(1, 4))
+    def alloc_runs(self, runs: int, run: int) -> None:
+        free = set(range(self.slots.size)) - self.used
+        whole = [r for r in range(self.slots.size // run) if set(range(r * run, (r + 1) * run)) <= free]
+        assert self.slots.free_runs(run) == len(whole)
+        if runs > len(whole):
+            with pytest.raises(UsageError, match=f"{runs} whole runs needed, {len(whole)} left"):
+                self.slots.alloc_runs(runs * run, run)
+            return
+        given = self.slots.alloc_runs(runs * run, run)
+        assert given.reshape(-1, run).tolist() == [list(range(a, a + run)) for a in given[::run]]
+        assert {int(slot) // run for slot in given} <= set(whole)
+        self.used |= set(given.tolist())
+        self.given.append((given, given.tolist()))
 
     @rule(data=st.data(), form=FORMS)
     def free(self, data: st.DataObject, form: Any) -> None:
@@ -79,13 +95,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.slots.check()
-        assert self.slots.can_use_mem_size == self.slots.size - len(self.used)
+        assert self.slots.can_use_mem_size == self.slots.size - len(self.used) == self.count[0]
         for given, then in self.given:
             assert given.tolist() == then
 
 
 class PageMachine(RuleBasedStateMachine):
-    """PageAllocator against counters."""
+    """PageAllocator against counters, and a list of idle cached pages in the order of their last use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +110,17 @@ class PageMachine(RuleBasedStateMachine):
         self.reads: Counter[int] = Counter()
         self.writes: set[int] = set()
         self.cached: set[int] = set()
+        self.indexed: set[int] = set()  # cached by an index, never evicted here
+        self.lru: list[int] = []
+
+    def settle(self, pages: list[int]) -> None:
+        """These pages changed: which are idle and cached now, the last one the youngest."""
+        for page in pages:
+            idle = page in self.cached - self.indexed - self.writes and not self.refs[page] + self.reads[page]
+            if not idle and page in self.lru:
+                self.lru.remove(page)
+            elif idle and page not in self.lru:
+                self.lru.append(page)
 
     def busy(self, page: int) -> bool:
         return page in self.cached or bool(self.refs[page] or self.reads[page]) or page in self.writes
@@ -125,11 +152,41 @@ class PageMachine(RuleBasedStateMachine):
     def inc_ref(self, pages: list[int]) -> None:
         if self.attempt(self.pages.inc_ref, pages, lambda p: self.refs[p] or p in self.cached):
             self.refs.update(pages)
+            self.settle(pages)
 
     @rule(pages=PAGES)
     def free(self, pages: list[int]) -> None:
         if self.attempt(self.pages.free, pages, lambda p: self.refs[p]):
             self.refs.subtract(pages)
+            self.settle(pages)
+
+    @rule(pages=PAGES)
+    def free_and_keep(self, pages: list[int]) -> None:
+        if self.attempt(
+            lambda p: self.pages.free(p, keep_cached=True),
+            pages,
+            lambda p: self.refs[p] and p not in self.writes,
+        ):
+            self.refs.subtract(pages)
+            self.cached |= set(pages)
+            self.settle(pages)
+
+    @rule(pages=PAGES)
+    def touch(self, pages: list[int]) -> None:
+        if self.attempt(self.pages.touch, pages, lambda p: p in self.cached):
+            moved = [page for page in pages if page in self.lru]
+            self.lru = [page for page in self.lru if page not in moved] + moved
+
+    @rule(count=st.integers(0, 5))
+    def evict(self, count: int) -> None:
+        victims = self.pages.evict(count)
+        if count > len(self.lru):
+            assert victims is None
+            return
+        assert victims is not None
+        assert victims.tolist() == self.lru[:count]
+        self.cached -= set(self.lru[:count])
+        self.lru = self.lru[count:]
 
     @rule(pages=PAGES)
     def keep(self, pages: list[int]) -> None:
@@ -139,6 +196,7 @@ class PageMachine(RuleBasedStateMachine):
             lambda p: self.refs[p] and p not in self.cached and p not in self.writes,
         ):
             self.cached |= set(pages)
+            self.indexed |= set(pages)
 
     @rule(pages=PAGES)
     def drop(self, pages: list[int]) -> None:
@@ -148,17 +206,21 @@ class PageMachine(RuleBasedStateMachine):
             lambda p: freed.append(self.pages.drop(np.array(p, np.int32))), pages, lambda p: p in self.cached
         ):
             self.cached -= set(pages)
+            self.indexed -= set(pages)
+            self.settle(pages)
             assert freed == [self.pages.free_pages - before]
 
     @rule(pages=PAGES)
     def begin_read(self, pages: list[int]) -> None:
         if self.attempt(self.pages.begin_read, pages, lambda p: self.refs[p] or p in self.cached):
             self.reads.update(pages)
+            self.settle(pages)
 
     @rule(pages=PAGES)
     def end_read(self, pages: list[int]) -> None:
         if self.attempt(self.pages.end_read, pages, lambda p: self.reads[p]):
             self.reads.subtract(pages)
+            self.settle(pages)
 
     def own(self, page: int) -> bool:
         return self.refs[page] == 1 and page not in self.cached and page not in self.writes
@@ -184,6 +246,7 @@ class PageMachine(RuleBasedStateMachine):
         assert [self.pages.ref_count(p) for p in range(SIZE)] == [self.refs[p] for p in range(SIZE)]
         assert [self.pages.is_cached(p) for p in range(SIZE)] == [p in self.cached for p in range(SIZE)]
         assert self.pages.cached_pages == len(self.cached)
+        assert self.pages.evictable_pages == len(self.lru)
         assert self.pages.copying_pages == len(self.writes | {p for p in range(SIZE) if self.reads[p]})
 
 
