@@ -32,10 +32,15 @@ from torch import Tensor
 
 from kvtier.config import Options
 from kvtier.keys import Namespace, PageChain
-from kvtier.memory.memory_manager import MemoryManager
-from kvtier.memory.paged_strategy import PagedStrategy
-from kvtier.memory.request_pool import ReqToTokenPool
-from kvtier.memory.task_cache import CopyHold, TaskCacheManager
+from kvtier.memory import (
+    AllocationStrategy,
+    ContiguousStrategy,
+    CopyHold,
+    MemoryManager,
+    PagedStrategy,
+    ReqToTokenPool,
+    TaskCacheManager,
+)
 from kvtier.tasks import LoadTask, OffloadTask, Task, TaskState
 from kvtier.worker import Worker
 
@@ -95,7 +100,8 @@ class Engine:
 
     `run_dir`: where the sidecar is, if there is one; it may come, go and come back. `page_tokens`: tokens of
     a host page (None: kvtier's default size), `device_page`: of a device page, `chunk`: of a prefill step.
-    `make_worker` is for tests.
+    `max_tokens`: give each request a fixed range of so many slots, with nothing shared on the device, in the
+    place of device pages. `make_worker` is for tests.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class Engine:
         options: Options = DEFAULTS,
         page_tokens: int | None = None,
         device_page: int = 16,
+        max_tokens: int | None = None,
         chunk: int = 512,
         max_requests: int = 16,
         make_worker: Callable[..., Worker] = Worker,
@@ -116,7 +123,11 @@ class Engine:
         self.memory = MemoryManager(
             slots, torch.float32, cfg.num_key_value_heads, cfg.head_dim, cfg.num_hidden_layers
         )
-        strategy = PagedStrategy(self.memory.allocator, device_page)
+        strategy: AllocationStrategy
+        if max_tokens is None:
+            strategy = PagedStrategy(self.memory.allocator, device_page)
+        else:
+            strategy = ContiguousStrategy(self.memory.allocator, max_tokens)
         self.capacity = min(strategy.capacity, cfg.max_position_embeddings)
         rows = ReqToTokenPool(max_requests, self.capacity, self.memory.HOLD_TOKEN_MEMINDEX, self.memory.owner)
         self.tasks = TaskCacheManager(self.memory, rows, strategy)

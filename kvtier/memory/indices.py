@@ -21,10 +21,6 @@ Int32 = npt.NDArray[np.int32]
 ASYNC_SLOTS = 1 << 18
 """An array that nobody holds any more stays as it is until this many more slots have been given out."""
 
-_YOUNGER = 2
-"""Blocks that were filled after one must be as many as this before it is filled again: they hold more than
-`ASYNC_SLOTS` together, also where the next array did not fit the rest of one."""
-
 _MAX_BLOCKS = 16
 
 
@@ -71,8 +67,12 @@ class HandOut:
         return self.copy(values)
 
     def _idle_storage(self) -> Int32 | None:
-        """Memory of the oldest block, of those filled long enough ago, that nobody holds; or new memory."""
-        for place, (storage, block) in enumerate(self._full[: max(len(self._full) - _YOUNGER, 0)]):
+        """Memory of the oldest block that nobody holds, but for the one filled last; or new memory.
+
+        So a whole block was given out since: its arrays and the next one, which did not fit, are more than
+        `block_slots` together.
+        """
+        for place, (storage, block) in enumerate(self._full[:-1]):
             if block() is None:
                 del self._full[place]
                 return storage

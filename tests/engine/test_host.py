@@ -23,6 +23,7 @@ from tests.engine import tiny
 from tests.server.sidecar import Sidecar
 
 PAGE = 16
+ON_EITHER = pytest.mark.parametrize("memory", [{}, {"max_tokens": 192}], ids=["pages", "ranges"])
 PATIENT_S = 20.0
 """How long these tests wait for what must happen; a busy machine fails none."""
 
@@ -166,13 +167,14 @@ def test_a_load_that_fails_is_computed(sidecar: Sidecar, engines: Callable[..., 
     assert same(cold, request)
 
 
+@ON_EITHER
 def test_slots_of_a_cancelled_request_are_not_given_away_under_its_load(
-    sidecar: Sidecar, engines: Callable[..., Engine]
+    sidecar: Sidecar, engines: Callable[..., Engine], memory: dict[str, int]
 ) -> None:
     prompt = tiny.prompt(150)
     ask(attached(engines()), prompt)
     copiers: list[HeldCopier] = []
-    small = attached(engines(copiers, slots=192))
+    small = attached(engines(copiers, slots=192, **memory))
     copiers[0].hold()
     loading = small.add("loading", prompt, 4)
     until(small, lambda: loading.phase is Phase.LOADING)
@@ -188,13 +190,14 @@ def test_slots_of_a_cancelled_request_are_not_given_away_under_its_load(
     small.tasks.check()
 
 
+@ON_EITHER
 def test_an_offload_reads_its_slots_before_they_are_given_to_others(
-    sidecar: Sidecar, engines: Callable[..., Engine]
+    sidecar: Sidecar, engines: Callable[..., Engine], memory: dict[str, int]
 ) -> None:
     """The copies of a finished request are held back; another one wants its slots; the host's KV stays
     right."""
     copiers: list[HeldCopier] = []
-    small = attached(engines(copiers, slots=192))
+    small = attached(engines(copiers, slots=192, **memory))
     copiers[0].hold()
     prompt = tiny.prompt(150)
     first = small.add("first", prompt, 4, ignore_eos=True)

@@ -17,6 +17,15 @@ from tests.engine import tiny
 PAGE = 16  # tokens of a host page in these tests
 OPTIONS = Options(min_load_tokens=PAGE)
 Pages = dict[bytes, list[np.ndarray]]
+RANGE = 256  # slots of a request, where each has a fixed range
+STRATEGY = {"name": "pages"}
+
+
+@pytest.fixture(autouse=True, params=["pages", "ranges"])
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test here runs on device pages and on fixed ranges (test_device_pages.py: on pages only)."""
+    monkeypatch.setitem(STRATEGY, "name", request.param)
+    return str(request.param)
 
 
 def engine(
@@ -30,6 +39,7 @@ def engine(
         page_tokens=PAGE,
         device_page=4,
         chunk=32,
+        max_tokens=min(slots, RANGE) if STRATEGY["name"] == "ranges" else None,
         make_worker=lambda buffers, **kw: tiny.HostDouble(buffers, pages=store, **kw),
         **more,
     )
@@ -48,7 +58,7 @@ def same(one: Request, other: Request) -> bool:
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 129])
-def test_cold_device_hit_and_host_hit_give_the_same_bits(length: int) -> None:
+def test_cold_device_hit_and_host_hit_give_the_same_bits(length: int, strategy: str) -> None:
     pages: Pages = {}
     prompt = tiny.prompt(length)
     tail = (length - 1) // PAGE * PAGE
@@ -57,7 +67,9 @@ def test_cold_device_hit_and_host_hit_give_the_same_bits(length: int) -> None:
     device = ask(first, prompt)
     host = ask(engine(pages), prompt)
     assert (cold.computed, cold.from_device, cold.from_host) == (length, 0, 0)
-    assert (device.computed, device.from_device, device.from_host) == (length - tail, tail, 0)
+    reused = (device.from_device, device.from_host)
+    assert reused == ((tail, 0) if strategy == "pages" else (0, tail))
+    assert device.computed == length - tail
     assert (host.computed, host.from_device, host.from_host) == (length - tail, 0, tail)
     assert same(cold, device)
     assert same(cold, host)
@@ -70,20 +82,6 @@ def test_bits_would_differ_if_the_tail_had_another_shape_or_the_kv_other_bytes()
     cold = ask(engine(pages), prompt)
     next(iter(pages.values()))[0][3, 2] ^= 0x40
     assert not same(cold, ask(engine(pages), prompt))
-
-
-def test_a_partial_device_hit_is_completed_from_the_host_from_inside_a_page() -> None:
-    pages: Pages = {}
-    prompt = tiny.prompt(100)
-    other = engine(pages)
-    cold = ask(other, prompt)
-    short = engine(pages)
-    ask(short, prompt[:22], name="beginning")  # 20 tokens in whole device pages of 4, 16 in host pages
-    mixed = ask(short, prompt)
-    assert (mixed.from_device, mixed.from_host, mixed.computed) == (20, 76, 4)
-    # Tokens 16 to 19 were computed in a chunk of another shape: equal up to rounding.
-    assert mixed.generated == cold.generated
-    assert torch.allclose(cold.first_logits, mixed.first_logits, atol=1e-4)
 
 
 def test_a_failed_load_uses_nothing_of_what_it_wrote() -> None:
@@ -157,40 +155,6 @@ def test_several_requests_at_once_answer_as_alone() -> None:
     assert max(batches) >= 3
 
 
-def test_a_shortage_of_slots_preempts_the_youngest_and_changes_no_answer() -> None:
-    prompts = [tiny.prompt(60, seed=seed) for seed in range(4)]
-    alone = [ask(engine(), prompt, 50).generated for prompt in prompts]
-    tight = engine(slots=256)
-    requests = [tight.add(str(i), prompt, 50, ignore_eos=True) for i, prompt in enumerate(prompts)]
-    tight.run()
-    assert [request.generated for request in requests] == alone
-    assert requests[0].preempted == 0
-    assert sum(request.preempted for request in requests) > 0
-    tight.tasks.check()
-
-
-def test_a_preempted_request_comes_back_before_later_ones() -> None:
-    tight = engine(slots=128)
-    first, second, third = (tight.add(str(i), tiny.prompt(50, seed=i), 40, ignore_eos=True) for i in range(3))
-    while not second.preempted:
-        tight.step()
-    assert list(tight.waiting) == [second, third]
-    tight.run()
-    assert all(len(request.generated) == 40 for request in (first, second, third))
-
-
-def test_what_a_preemption_cancelled_is_offloaded_after_all() -> None:
-    pages: Pages = {}
-    tight = engine(pages, slots=128)
-    tight.worker.queued = []
-    _, second = (tight.add(str(i), tiny.prompt(50, seed=i), 40, ignore_eos=True) for i in range(2))
-    while not second.preempted:
-        tight.step()
-    tight.worker.copy_offloads()
-    tight.run()
-    assert ask(engine(pages), tiny.prompt(50, seed=1)).from_host == 48
-
-
 def test_an_offload_that_was_refused_is_tried_again() -> None:
     pages: Pages = {}
     one = engine(pages)
@@ -230,22 +194,6 @@ def test_generated_tokens_are_offloaded_only_when_that_is_chosen() -> None:
     assert counts == {"off": 0, "prompt": 2, "all": 4}  # 79 of 80 tokens have KV: four whole pages
 
 
-def test_a_chats_next_turn_finds_the_generated_tokens_on_the_device() -> None:
-    one = engine()
-    first = ask(one, tiny.prompt(40), 40)
-    turn = ask(one, tiny.prompt(40) + first.generated + tiny.prompt(20, seed=3))
-    assert turn.from_device == 76  # whole device pages of 4 among the 79 tokens that were inputs
-
-
-def test_an_emptied_device_cache_is_cold() -> None:
-    one = engine(options=Options(write="off"))
-    cold = ask(one, tiny.prompt(100))
-    assert one.flush_device() > 0
-    again = ask(one, tiny.prompt(100))
-    assert (again.from_device, again.computed) == (0, 100)
-    assert same(cold, again)
-
-
 def test_a_lookup_that_is_not_answered_yet_is_asked_again() -> None:
     pages: Pages = {}
     ask(engine(pages), tiny.prompt(100))
@@ -265,9 +213,9 @@ def test_the_end_of_sequence_ends_an_answer() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 512, 2000])
-def test_a_prompt_that_can_never_run_is_refused_at_once(length: int) -> None:
+def test_a_prompt_that_can_never_run_is_refused_at_once(length: int, strategy: str) -> None:
     one = engine()
-    with pytest.raises(ValueError, match="room for 512 tokens"):
+    with pytest.raises(ValueError, match=f"room for {512 if strategy == 'pages' else RANGE} tokens"):
         one.add("r", [1] * length, 4)
     assert not one.busy
 
@@ -282,3 +230,16 @@ def test_an_id_in_use_is_refused() -> None:
 def test_an_answer_ends_where_the_device_does() -> None:
     request = ask(engine(slots=64), tiny.prompt(60), 100)
     assert len(request.generated) == 4
+
+
+def test_ranges_share_nothing_on_the_device_and_everything_through_the_host(strategy: str) -> None:
+    pages: Pages = {}
+    one = engine(pages)
+    first, second = (one.add(str(i), tiny.prompt(100), 12, ignore_eos=True) for i in range(2))
+    third = one.add("third", tiny.prompt(100), 12, ignore_eos=True)
+    one.run()
+    assert first.generated == second.generated == third.generated
+    if strategy == "ranges":
+        assert (third.from_device, third.from_host) == (0, 96)  # no range was free when the others began
+        assert one.tasks.stats()["ranges"] == one.tasks.stats()["ranges_free"] == 512 // RANGE
+    one.tasks.check()
