@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import kvtier
 from kvtier.errors import UsageError
 from kvtier.memory import MemoryManager, PagedStrategy
 from kvtier.memory import memory_manager as module
@@ -158,12 +160,14 @@ if rank == 1:
 def test_ranks_agree_on_the_smallest_also_when_one_fails(tmp_path: Path) -> None:
     script, store = tmp_path / "rank.py", tmp_path / "store"
     script.write_text(RANK)
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvtier.__file__).resolve().parents[1])}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(store)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=environment,
             text=True,
         )
         for rank in range(2)
