@@ -112,6 +112,7 @@ def _check_leases(book: Ledger) -> array[int]:
     require(sum(node.count for node in kept) == book.clearing.kept, "pages kept for readers")
     for node in kept:
         require(node.state == DOOMED, "a kept node is not DOOMED")
+        require(node.pins == pins.get(node, 0), "a kept node has a pin without lease")
         frames.extend(node.pages())
     return frames
 

@@ -48,9 +48,8 @@ class Clearing:
         kept = [node for chain in chains for node in chain]
         self._waits.update(dict.fromkeys(kept, 0))
         for node in kept:
-            parent = node.parent
-            if parent is not None and parent.children is not None:
-                del parent.children[node.key]
+            parent: Node = node.parent  # type: ignore[assignment]  # no root is pinned
+            del parent.children[node.key]  # type: ignore[union-attr]  # it has this one
             if parent in self._waits:
                 self._waits[parent] += 1
         for node in [*kept, root]:

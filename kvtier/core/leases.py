@@ -22,7 +22,8 @@ class Lease:
     `node`: where its pin ends, None when it has none any more. A store's own pages in the tree are the
     nodes from `node` upwards that it owns. `out`: frames of its own that have left the tree (DOOMED, or
     QUARANTINED once `ended`). `quiet`: bits of movers known to be done. `charge`: pages that count against
-    the session's cap. `asked`, `hit` and `reason` of a load are counted when it is finished.
+    the session's cap. `asked`, `hit` and `reason` of a load are counted when it is finished. Whoever
+    makes a lease sets `node`, and for a load these three.
     """
 
     __slots__ = (
@@ -45,6 +46,11 @@ class Lease:
         "superseded",
     )
 
+    node: Node | None
+    asked: int
+    hit: int
+    reason: str
+
     def __init__(
         self, index: int, session: Session, number: int, kind: int, space: Space, since: float
     ) -> None:
@@ -54,7 +60,6 @@ class Lease:
         self.kind = kind
         self.space = space
         self.since = since
-        self.node: Node | None = None
         self.out: array[int] = array("i")
         self.quiet = 0
         self.ended = False
@@ -62,9 +67,6 @@ class Lease:
         self.dropped = 0
         self.superseded = 0
         self.charge = 0
-        self.asked = 0
-        self.hit = 0
-        self.reason = ""
 
     @property
     def settled(self) -> bool:

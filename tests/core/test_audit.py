@@ -378,12 +378,16 @@ def test_slices_go_on_after_what_has_gone():
 def test_slices_pass_over_merged_nodes():
     cache = make(16)
     engine = Engine(cache)
+    engine.fill("z")
     engine.fill("abcd")
     engine.load("ab")
     engine.fill("xy")
     cache.check(budget=1)  # of "xy"; that of "ab" is next
     engine.finish(engine.number - 1)
-    cache.check(budget=10)
+    root = next(iter(cache._book.tree.roots))
+    cache._book.tree.match(root, keys("z")).node.state = 0
+    with pytest.raises(BrokenInvariantError, match="state 0"):
+        cache.check(budget=10)
 
 
 def test_slices_come_round_again():

@@ -211,6 +211,19 @@ def test_r13_a_flush_of_all_reaches_every_namespace():
     assert cache.epoch(NS) == cache.epoch(OTHER) == epoch
 
 
+def test_r13_a_flush_of_all_counts_what_hangs_under_writers_too():
+    cache = make()
+    engine = Engine(cache)
+    for ns in (NS, OTHER):
+        for name in "ab":
+            engine.store(name, ns=ns)
+            engine.store([name, 1], ns=ns)
+            engine.finish()  # READY, but not visible
+        engine.fill("c", ns=ns)
+    assert cache.flush(None, 0.0)[:2] == (2 * (2 + 1), 2 * 2)
+    cache.check()
+
+
 def test_r13_pages_being_read_are_doomed_and_go_with_the_last_pin():
     cache = make()
     engine = Engine(cache)

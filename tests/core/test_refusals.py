@@ -57,7 +57,7 @@ def test_a_number_used_before_is_bad_and_the_text_says_why():
 def test_a_suspect_is_busy():
     cache, engine = flushed()
     cache.suspect(engine.sid)
-    assert engine.load("ab") == LoadGrant(Status.BUSY, NO_FRAMES, 2, 0, "suspect", "")
+    assert engine.load("abc", first=1) == LoadGrant(Status.BUSY, NO_FRAMES, 2, 0, "suspect", "")
     assert engine.store("ab") == StoreGrant(Status.BUSY, 0, NO_FRAMES, 0, 0, 2, "suspect", "")
     assert cache.stats()["missed_suspect"] == 2
 
