@@ -2,12 +2,13 @@
 
 A stack of slot numbers in host memory. May import numpy, torch and the ground floor; single-threaded.
 Always true: the slots at and above the stack's top are the free ones, each exactly once; what `alloc` gave
-out stays as it is for as long as its holder keeps it, and a while longer (`ASYNC_SLOTS`).
+out stays as it is for as long as its holder keeps it and, in pinned memory, a while longer (`ASYNC_SLOTS`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ class KvCacheAllocator:
         self.owner = owner or ThreadOwner()
         self.device_frees = 0
         self._claimed_by: str | None = None
-        self._given = HandOut(torch.cuda.is_available() if pinned is None else pinned)
+        pinned = torch.cuda.is_available() if pinned is None else pinned
+        # Memory that is not pinned has no reader but those who hold the array: a plain copy does.
+        self._copy: Callable[[Int32], Int32] = HandOut(pinned).copy if pinned else np.ndarray.copy
         self._count = _int64(bytearray(8) if free_count is None else free_count)
         self._reset(size)
 
@@ -68,16 +71,16 @@ class KvCacheAllocator:
     def alloc(self, need_size: int) -> Int32:
         """`need_size` free slots as an int32 array on the host.
 
-        The array is the caller's own and never changes while it, or a tensor of it, is held. Dropped, it
-        stays as it is until `ASYNC_SLOTS` (262,144) more slots have been given out, so an asynchronous copy
-        to the device may still read it. UsageError, and nothing changed, when fewer slots are left (ask
-        `can_use_mem_size` first).
+        The array is the caller's own and never changes while it, or a tensor of it, is held. Dropped, a
+        pinned one stays as it is until `ASYNC_SLOTS` (262,144) more slots have been given out, so an
+        asynchronous copy to the device may still read it. UsageError, and nothing changed, when fewer slots
+        are left (ask `can_use_mem_size` first).
         """
         self.owner.check("KvCacheAllocator.alloc")
         end = self._top + need_size
         if end > self.size or need_size < 0 or self._claimed_by is not None:
             raise UsageError(self._why_not(need_size))
-        slots = self._given.copy(self._stack[self._top : end])
+        slots = self._copy(self._stack[self._top : end])
         self._top = end
         self._count[0] = self.size - end
         return slots
@@ -116,7 +119,7 @@ class KvCacheAllocator:
         self._at[slots] = np.arange(self._top, top, dtype=np.int32)
         self._top = top
         self._count[0] = self.size - top
-        return self._given.copy(slots)
+        return self._copy(slots)
 
     def free_runs(self, run: int) -> int:
         """How many whole runs of `run` slots `alloc_runs` can give now. O(size), vectorised."""
@@ -127,7 +130,7 @@ class KvCacheAllocator:
 
     def _whole_runs(self, run: int) -> Int32:
         is_free = np.zeros(self.size, np.bool_)
-        is_free[self._stack[self._top :]] = True
+        is_free[self._stack[self._top :].astype(np.intp)] = True
         runs = is_free[: self.size // run * run].reshape(-1, run).all(axis=1)
         return np.flatnonzero(runs).astype(np.int32)
 
@@ -154,16 +157,17 @@ class KvCacheAllocator:
         if not len(slots):
             return
         check_range(slots, self.size, "slot")
-        at = self._at[slots]
-        double = (at >= self._top) & (self._stack[at] == slots)
+        index = slots.astype(np.intp)  # once, not in each of the reads and writes
+        at = self._at.take(index, mode="clip")
+        double = (at >= self._top) & (self._stack.take(at, mode="clip") == slots)
         if double.any():
             raise UsageError(f"free: slot {slots[double.argmax()]} is free already (double free)")
         top = self._top - len(slots)
         if top >= 0:
             # Where a slot comes twice, the later place wins and the earlier one does not read back.
             places = np.arange(top, self._top, dtype=np.int32)
-            self._at[slots] = places
-            wrong = self._at[slots] != places
+            self._at[index] = places
+            wrong = self._at.take(index, mode="clip") != places
         if top < 0 or wrong.any():
             raise UsageError(f"free: slot {first_repeated(slots)} is named twice in one call (double free)")
         self._stack[top : self._top] = slots

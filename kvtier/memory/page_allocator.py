@@ -22,6 +22,8 @@ from kvtier.memory.indices import Int32, check_range, int32_1d
 from kvtier.memory.owner import ThreadOwner
 from kvtier.memory.page_lru import PageLru
 
+Index = npt.NDArray[np.intp]
+
 
 class PageAllocator:
     """Pages 0 .. pages - 1, all free at first."""
@@ -131,7 +133,7 @@ class PageAllocator:
         if count > len(self._lru):
             return None
         victims = self._lru.pop(count)
-        self._uncache(victims)
+        self._uncache(victims.astype(np.intp))
         return victims
 
     def ref_count(self, page: int) -> int:
@@ -184,7 +186,7 @@ class PageAllocator:
         self.owner.check("PageAllocator.check_writable")
         self._check_own(self._known(pages, "write"), "write")
 
-    def _check_own(self, pages: Int32, what: str) -> None:
+    def _check_own(self, pages: Index, what: str) -> None:
         wrong = (self._refs[pages] != 1) | self._cached[pages] | (self._writes[pages] > 0)
         if wrong.any():
             page = pages[wrong.argmax()]
@@ -195,7 +197,7 @@ class PageAllocator:
 
     # What a prefix index (RadixCache) calls.
 
-    def keep(self, pages: Int32) -> None:
+    def keep(self, pages: Any) -> None:
         """The index keeps these pages: without a reference too they are not free, until it drops them."""
         pages = self._known(pages, "keep")
         wrong = (self._refs[pages] == 0) | self._cached[pages] | (self._writes[pages] > 0)
@@ -208,7 +210,7 @@ class PageAllocator:
         self._cached[pages] = self._indexed[pages] = True
         self._cached_count += len(pages)
 
-    def drop(self, pages: Int32) -> int:
+    def drop(self, pages: Any) -> int:
         """These pages are cached no longer; answers how many are free by that."""
         pages = self._known(pages, "drop")
         absent = ~self._cached[pages]
@@ -217,7 +219,7 @@ class PageAllocator:
         self._lru.remove(pages)
         return self._uncache(pages)
 
-    def _uncache(self, pages: Int32) -> int:
+    def _uncache(self, pages: Index) -> int:
         self._cached[pages] = self._indexed[pages] = False
         self._cached_count -= len(pages)
         return self._reclaim(pages)
@@ -251,7 +253,7 @@ class PageAllocator:
             raise RuntimeError("the counts of cached pages or of pages being copied are wrong")
         self._lru.check()
         evictable = self._cached & ~self._indexed & (self._refs == 0) & ~copying
-        if not np.array_equal(self._lru.contains(np.arange(self.pages, dtype=np.int32)), evictable):
+        if not np.array_equal(self._lru.contains(np.arange(self.pages)), evictable):
             raise RuntimeError("pages that could be evicted are not those in the queue")
 
     def check_counts(self, refs: Int32, copies: Int32) -> None:
@@ -264,10 +266,11 @@ class PageAllocator:
                 f"copies, but its holders count {refs[page]} and {copies[page]}"
             )
 
-    def _known(self, pages: Any, what: str) -> Int32:
-        """`pages` as int32, each existing and named once."""
-        known = int32_1d(pages, "pages")
-        check_range(known, self.pages, f"{what}: page")
+    def _known(self, pages: Any, what: str) -> Index:
+        """`pages` as an index, which reads and writes with least work: each existing and named once."""
+        numbers = int32_1d(pages, "pages")
+        check_range(numbers, self.pages, f"{what}: page")
+        known: Index = numbers.astype(np.intp)
         if len(known) > 1:
             order = np.arange(len(known), dtype=np.int32)
             self._mark[known] = order
@@ -276,7 +279,7 @@ class PageAllocator:
                 raise UsageError(f"{what}: page {known[repeated.argmax()]} is named twice in one call")
         return known
 
-    def _reclaim(self, pages: Int32) -> int:
+    def _reclaim(self, pages: Index) -> int:
         """Put those of `pages` that nothing needs on the free stack, in their order; answers how many.
 
         Those that are only cached, by no index, become the youngest that may be evicted.

@@ -29,7 +29,7 @@ class PageLru:
     def __len__(self) -> int:
         return self._members
 
-    def add(self, pages: Int32) -> None:
+    def add(self, pages: npt.NDArray[np.intp]) -> None:
         """Make `pages`, all different, the youngest, the last of them the very youngest; members move."""
         self.remove(pages)
         if self._tail + len(pages) > len(self._entries):
@@ -40,14 +40,14 @@ class PageLru:
         self._tail = end
         self._members += len(pages)
 
-    def remove(self, pages: Int32) -> None:
+    def remove(self, pages: npt.NDArray[np.intp]) -> None:
         """Take `pages`, all different, out, those that are members."""
         if not self._members:
             return
         self._members -= int(np.count_nonzero(self._place[pages] != _ABSENT))
         self._place[pages] = _ABSENT
 
-    def contains(self, pages: Int32) -> npt.NDArray[np.bool_]:
+    def contains(self, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of `pages` are members."""
         members: npt.NDArray[np.bool_] = self._place[pages] != _ABSENT
         return members
