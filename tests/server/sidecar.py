@@ -34,21 +34,12 @@ class Sidecar:
         self.size = size
         self.process = self._start()
 
+    def _command(self) -> list[str]:
+        serve = ["serve", "--size", self.size, "--run-dir", str(self.run_dir)]
+        return [sys.executable, "-m", "kvtier.cli.main", *serve]
+
     def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvtier.cli.main",
-                "serve",
-                "--size",
-                self.size,
-                "--run-dir",
-                str(self.run_dir),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = subprocess.Popen(self._command(), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], 30)
         line = process.stdout.readline() if ready else ""
