@@ -95,6 +95,11 @@ class HostCache:
         session = self._book.sessions.by_sid.get(sid)
         return session is not None and not session.group.refusal()
 
+    def unused(self, sid: int) -> bool:
+        """Whether the session's group never had a lease: then there is nothing that it could touch."""
+        session = self._book.sessions.by_sid.get(sid)
+        return session is not None and not session.group.used
+
     def mapped(self, sid: int, limit: int) -> Status:
         """This session maps the frames below `limit`; leases give only what all of the group map (R28)."""
         session = self._book.sessions.by_sid.get(sid)

@@ -87,7 +87,7 @@ class Lease:
         """Its record for the table; `pages` is the length of the chain that it pins."""
         deepest = -1
         if self.node is not None:
-            deepest = self.node.pages()[-1]
+            deepest = self.node.last()
         return LeaseRecord(
             self.index, self.session.sid, self.number, self.kind, deepest, pages, self.space.epoch, self.quiet
         )
@@ -122,6 +122,7 @@ class LeaseTable:
         lease = Lease(index, session, number, kind, space, since)
         self._leases[index] = lease
         session.leases[number] = lease
+        session.group.used = True
         space.leases.add(lease)
         return lease
 

@@ -1,7 +1,8 @@
 """Sessions and groups: who is attached, and to whom leases may be granted (R1, R2, R20). Standard library
 only.
 
-Always true: a session id and a slot belong to one session; a closed group never gains a member.
+Always true: a session id and a slot belong to one session; a group that has had a lease never gains a
+member once it was whole.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class Session:
 
 
 class Group:
-    """One start of one engine. `gone`: bits of movers that are dead or have detached when quiet."""
+    """One start of one engine. `gone`: bits of movers that are dead or have detached when quiet. `used`:
+    it has had a lease.
+    """
 
-    __slots__ = ("closed", "gone", "hash", "movers", "name", "planner", "ranks")
+    __slots__ = ("closed", "gone", "hash", "movers", "name", "planner", "ranks", "used")
 
     def __init__(self, name: str, ranks: int) -> None:
         self.name = name
@@ -68,6 +71,7 @@ class Group:
         self.movers: dict[int, Session] = {}
         self.gone = 0
         self.closed = False
+        self.used = False
 
     @property
     def everyone(self) -> int:
@@ -145,10 +149,13 @@ class Sessions:
         return Attached(Status.OK, session.slot, group.closed)
 
     def remove(self, session: Session) -> None:
-        """Forget a session that holds nothing. A mover of a closed group leaves its bit in `gone`."""
+        """Forget a session that holds nothing. A mover of a closed group leaves its bit in `gone`; a group
+        that never had a lease is open again.
+        """
         del self.by_sid[session.sid]
         self._free_slots.append(session.slot)
         group = session.group
+        group.closed = group.closed and group.used
         if session.role == PLANNER:
             group.planner = None
         else:

@@ -270,8 +270,9 @@ class Server:
         connection.close()
         if isinstance(session, Session) and not self._stopping:
             session.connection = None
-            if session.routing is None:
-                # It never said hello, so no lease, and no copy under one, was ever begun with it.
+            if session.routing is None or self._state.pool.cache.unused(session.sid):
+                # No lease, and no copy under one, was ever begun with it: it never said hello, or gave up
+                # waiting for the answer. It may attach again at once.
                 self._state.leave(session, True, time.monotonic())
             else:
                 self._state.doubt(session)

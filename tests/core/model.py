@@ -59,6 +59,7 @@ class ModelGroup:
     movers: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     complete: bool = False
+    used: bool = False
 
 
 class Model:
@@ -136,6 +137,7 @@ class Model:
     def load(
         self, sid: int, number: int, ns: bytes, path: Path, pages: int, first: int, now: float
     ) -> list[int]:
+        self.groups[self.sessions[sid].group].used = True
         self.leases[sid, number] = ModelLease(LOAD, ns, now, path[:pages], granted=pages - first)
         return [self.tree(ns)[path[: count + 1]].frame for count in range(first, pages)]
 
@@ -174,6 +176,7 @@ class Model:
                 loser.superseded += 1
             tree[path[: at + 1]] = Page(WRITING, frame, (sid, number))
         assert len(set(frames)) == len(frames)
+        self.groups[self.sessions[sid].group].used = True
         self.leases[sid, number] = ModelLease(STORE, ns, now, path[: start + len(frames)])
         for key, lease in self.leases.items():
             owns = any(page.lease == key for page in tree.values())
@@ -268,6 +271,7 @@ class Model:
     def forget(self, sid: int) -> None:
         session = self.sessions.pop(sid)
         group = self.groups[session.group]
+        group.complete = group.complete and group.used
         if session.role == "planner":
             group.planner = None
         else:

@@ -39,10 +39,32 @@ def test_r2_a_complete_group_takes_nobody_in():
 def test_r2_a_fixed_id_is_free_again_when_all_its_sessions_are_gone():
     cache = make()
     engine = Engine(cache)
+    engine.store("a")
     cache.died(engine.sid, 0.0)
     assert cache.attach(1, "g", "planner", 0, 1, 0.0).status == Status.BUSY
     cache.died(engine.movers[0], 0.0)
     assert Engine(cache, "g", sid=500).store("ab").taken == 2
+
+
+@pytest.mark.parametrize("lost", ["planner", "mover"])
+def test_r2_a_group_that_never_had_a_lease_is_open_again(lost):
+    cache = make()
+    engine = Engine(cache, ranks=2)
+    cache.attach(1, "other", "mover", 0, 1, 0.0)
+    assert cache.stats()["engines"] == 1
+    assert (cache.unused(engine.sid), cache.unused(99)) == (True, False)
+    assert engine.load("ab").reason == "absent"
+    cache.detach(engine.sid if lost == "planner" else engine.movers[0], True, 0.0)
+    assert not cache.complete(engine.movers[1])
+    assert cache.stats()["engines"] == 0
+    assert cache.attach(500, "g", lost, 0, 2, 0.0).complete
+    cache.mapped(500, 32)
+    planner = 500 if lost == "planner" else engine.sid
+    assert cache.begin_store(planner, 5, NS, keys("ab"), 1, 0.0).taken == 2
+    assert not cache.unused(engine.movers[1])
+    # A mover that was replaced is not one that has gone: its copies are waited for.
+    cache.abort(planner, 5, (), 0.0)
+    assert cache.stats()["frames_quarantined"] == 2
 
 
 def test_r2_a_group_that_lost_a_mover_gets_no_more_leases():
