@@ -65,8 +65,10 @@ class Engine:
         self.owner: dict[Task, Request] = {}
         self.serial = 0
         self.counts = dict.fromkeys(
-            ("steps", "requests", "lookups", "hits", "pages_compared", "pages_offloaded", "loads_failed")
-            + ("cancelled", "preempted", "flushes", "closed"),
+            (
+                *("steps", "requests", "lookups", "hits", "pages_compared", "pages_offloaded"),
+                *("loads_failed", "cancelled", "preempted", "flushes", "closed"),
+            ),
             0,
         )
 

@@ -1,5 +1,5 @@
-"""The core at random for long, its writes replayed into real tables; after each single step of them the tables
-are walked as a rebuild would (R17).
+"""The core at random for long, its writes replayed into real tables; after each single step of them the
+tables are walked as a rebuild would (R17).
 
 A frame that the walk accepts must hold, whole, the page whose key its line says, at every moment at which the
 server may be killed (R15); and between two events the walk accepts exactly what a load could get.

@@ -1,7 +1,7 @@
 """Engines store, load, are killed, stopped and replaced, in a pool that evicts all the time.
 
-Each page's bytes are a function of its key, and each page that is loaded is compared. `KVTIER_SOAK_S` says for
-how many seconds (default 8 for each of the two).
+Each page's bytes are a function of its key, and each page that is loaded is compared. `KVTIER_SOAK_S` says
+for how many seconds (default 8 for each of the two).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.faults.nursery import ROOT, Nursery
+from tests.faults.nursery import Nursery
 from tests.server.sidecar import Sidecar, until
 
 SOAK_S = float(os.environ.get("KVTIER_SOAK_S", "8"))
