@@ -83,10 +83,10 @@ class HandOut:
 
 
 def int32_1d(values: Any, what: str) -> Int32:
-    """`values` as an int32 array of one dimension, without a copy where they are one already."""
+    """`values`, many or one, as an int32 array of one dimension; no copy where they are that already."""
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return values
-    array = np.asarray(values)
+    array = np.asarray([values] if isinstance(values, int | np.integer) else values)
     if not array.size:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -46,6 +46,18 @@ def test_a_touched_page_is_young_and_one_in_use_is_not_evicted() -> None:
     pages.check()
 
 
+def test_one_page_may_be_named_as_a_number() -> None:
+    pages = PageAllocator(4)
+    page = int(pages.alloc(1)[0])
+    pages.inc_ref(page)
+    assert pages.ref_count(page) == 2
+    pages.free(np.int32(page))
+    pages.free(page, keep_cached=True)
+    pages.touch(page)
+    assert pages.is_cached(page)
+    pages.check()
+
+
 def test_more_than_can_go_evicts_nothing() -> None:
     pages = PageAllocator(4)
     cached(pages, 3)
