@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from sys import byteorder
 from typing import Any, NamedTuple
 
 VALUE_BYTES = 4
@@ -48,6 +49,10 @@ class Node:
     def pages(self) -> array[int]:
         """A copy of this node's values."""
         return array("i", self.values)
+
+    def last(self) -> int:
+        """The last page's value."""
+        return int.from_bytes(self.values[-VALUE_BYTES:], byteorder, signed=True)
 
 
 class Root(Node):
