@@ -14,12 +14,12 @@ import numpy as np
 
 from kvtier._version import __version__
 from kvtier.core.results import Ended as CoreEnded
-from kvtier.core.results import LoadGrant as CoreLoad
 from kvtier.errors import Status, UsageError
 from kvtier.server.sessions import Session
 from kvtier.server.state import State
 from kvtier.wire.messages import (
     NO_FRAMES,
+    NO_GENS,
     Abort,
     BeginLoad,
     BeginStore,
@@ -114,35 +114,24 @@ class Answers:
         return LookupReply(found.ready, found.pending, found.epoch)
 
     def _begin_load(self, session: Session, body: BeginLoad, now: float) -> ReplyBody:
-        pool = self._state.pool
-        begun: list[tuple[int, CoreLoad | None, str]] = []
+        pool, grants = self._state.pool, []
+        begin, gens = pool.cache.begin_load, pool.tables.gens
         for chain in body.chains:
+            number = chain.number
             try:
-                grant = pool.cache.begin_load(
-                    session.sid, chain.number, chain.ns, chain.keys, chain.first, chain.at_least, now
-                )
+                grant = begin(session.sid, number, chain.ns, chain.keys, chain.first, chain.at_least, now)
             except UsageError as error:
-                begun.append((chain.number, None, str(error)[:500]))
+                grants.append(LoadGrant(number, Status.BAD, text=str(error)[:500]))
+                continue
+            status, given, epoch, ready, reason, text = grant
+            if given:
+                # A load claims no frame, so the generations are those after the writes too.
+                frames = np.frombuffer(given, np.int32)
+                grants.append(LoadGrant(number, status, epoch, ready, frames, gens(frames), reason, text))
             else:
-                begun.append((chain.number, grant, grant.text))
+                grants.append(LoadGrant(number, status, epoch, ready, NO_FRAMES, NO_GENS, reason, text))
         pool.write()
-        return LoadReply(
-            tuple(
-                LoadGrant(number, Status.BAD, text=text)
-                if grant is None
-                else LoadGrant(
-                    number,
-                    grant.status,
-                    grant.epoch,
-                    grant.ready,
-                    _frames(grant.frames),
-                    pool.gens(grant.frames),
-                    grant.reason,
-                    text,
-                )
-                for number, grant, text in begun
-            )
-        )
+        return LoadReply(tuple(grants))
 
     def _begin_store(self, session: Session, body: BeginStore, now: float) -> ReplyBody:
         pool, grants = self._state.pool, []
@@ -256,4 +245,4 @@ class Answers:
 
 def _frames(frames: array[int]) -> Frames:
     """The core's frames as the wire wants them; the same memory."""
-    return np.frombuffer(frames, dtype=np.int32) if len(frames) else NO_FRAMES
+    return np.frombuffer(frames, np.int32) if frames else NO_FRAMES

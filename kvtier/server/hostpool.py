@@ -6,11 +6,6 @@ core wants written is in the tables before the answer that it belongs to goes ou
 
 from __future__ import annotations
 
-from array import array
-
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.core.host_cache import HostCache
 from kvtier.shm import preflight
 from kvtier.shm.region import Pool
@@ -65,9 +60,6 @@ class HostPool:
         self.cache.grow(self.memory.frames)
         self.write()
         return True
-
-    def gens(self, frames: array[int]) -> npt.NDArray[np.uint32]:
-        return self.tables.gens(frames)
 
     def close(self) -> None:
         """Ends the reserving child and lets go of the memory; clients keep what they have mapped."""

@@ -60,6 +60,7 @@ CLEAN_PAGES = 4096
 # Plain ints: the flags' own operators cost microseconds.
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _BURST = HIGH_WATER_MARK
 """Requests answered in a row before everything else gets its turn."""
@@ -177,14 +178,15 @@ class Server:
     def _drain(self) -> bool:
         """Answer what has come in; True when there may be more.
 
-        The socket's descriptor is edge-triggered: only when EVENTS says that nothing is there may the loop
-        wait.
+        The socket's descriptor is edge-triggered: the loop may wait only when the socket itself has said that
+        nothing is there. It is asked after each answer, when no client waits for that any more.
         """
         router = self._router
         for _ in range(_BURST):
-            if not int(router.getsockopt(zmq.EVENTS)) & _POLLIN:
+            try:
+                routing = router.recv(_NOBLOCK)
+            except zmq.Again:
                 return False
-            routing = router.recv(_NOBLOCK)
             frame = router.recv(_NOBLOCK, copy=False)
             data, parts = frame.buffer, 1
             while frame.more:
@@ -194,6 +196,8 @@ class Server:
                 # What a client said on the attach socket before it asked ("mapped") counts before the answer.
                 self._hear_all(0.0)
             self._answer(routing, data, parts)
+            if not int(router.get(_EVENTS)) & _POLLIN:
+                return False
         return True
 
     def _answer(self, routing: bytes, data: memoryview, parts: int) -> None:
@@ -239,6 +243,13 @@ class Server:
             self._selector.register(
                 connection.fileno(), selectors.EVENT_READ, partial(self._hear, connection)
             )
+        if self._listener.starved:
+            self._selector.unregister(self._listener.fileno())  # until one has gone, or the next sweep
+
+    def _accept_again(self) -> None:
+        """There may be descriptors again."""
+        if self._listener.fileno() not in self._selector.get_map():
+            self._selector.register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
 
     def _hear(self, connection: Connection) -> None:
         if connection not in self._connections:
@@ -268,6 +279,7 @@ class Server:
         self._selector.unregister(connection.fileno())
         session = connection.tag
         connection.close()
+        self._accept_again()
         if isinstance(session, Session) and not self._stopping:
             session.connection = None
             if session.routing is None or self._state.pool.cache.unused(session.sid):
@@ -341,6 +353,7 @@ class Server:
         for connection in list(self._connections):
             if connection.tag is None and connection.since + STRANGER_S < time.monotonic():
                 self._hang_up(connection)
+        self._accept_again()
         pool = self._state.formatted
         if pool is not None:
             pool.tables.beat(time.monotonic_ns())

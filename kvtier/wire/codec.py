@@ -117,13 +117,17 @@ def _entries(value: Any, what: str) -> list[Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _few_keys(chains: tuple[LoadChain, ...] | tuple[StoreChain, ...]) -> None:
-    keys = sum(len(chain.keys) for chain in chains) // KEY_BYTES
-    if keys > MAX_KEYS:
-        raise ProtocolError(f"keys: {keys} in one message, the limit is {MAX_KEYS}")
+def _few_keys(chains: list[LoadChain] | list[StoreChain]) -> None:
+    if len(chains) > 1:  # one alone was checked as it was read
+        keys = sum(len(chain.keys) for chain in chains) // KEY_BYTES
+        if keys > MAX_KEYS:
+            raise ProtocolError(f"keys: {keys} in one message, the limit is {MAX_KEYS}")
 
 
-_STATUSES = {int(status): status for status in Status}  # enums are slow to call and slower to iterate
+# Enums are slow to call and slower to iterate, and a dtype is slow to make from its name.
+_STATUSES = {int(status): status for status in Status}
+_OPS = {int(op): op for op in Op}
+_FRAMES, _GENS = np.dtype("<i4"), np.dtype("<u4")
 
 
 def _status(value: Any) -> Status:
@@ -136,43 +140,38 @@ def _status(value: Any) -> Status:
 def _frames(value: Any) -> Frames:
     if len(_bytes(value, "frames")) % 4:
         raise ProtocolError("frames: expected a multiple of 4 bytes")
-    return np.frombuffer(value, dtype="<i4") if value else NO_FRAMES
+    return np.frombuffer(value, _FRAMES) if value else NO_FRAMES
 
 
 def _gens(value: Any) -> Gens:
     if len(_bytes(value, "frame_gens")) % 4:
         raise ProtocolError("frame_gens: expected a multiple of 4 bytes")
-    return np.frombuffer(value, dtype="<u4") if value else NO_GENS
+    return np.frombuffer(value, _GENS) if value else NO_GENS
 
 
 # --- requests, to and from bytes --------------------------------------------------------------------
 
 
-def _body_fields(body: Body) -> list[Any]:
-    match body:
-        case Hello() | Stats():
-            return []
-        case Lookup():
-            return [body.ns, body.keys]
-        case BeginLoad():
-            return [[(c.number, c.ns, c.keys, c.first, c.at_least) for c in body.chains]]
-        case BeginStore():
-            return [[(c.number, c.ns, c.keys, c.epoch) for c in body.chains]]
-        case Finish() | Abort():
-            return [[(end.number, end.quiet) for end in body.ends]]
-        case Quiet():
-            return [body.planner_sid, body.numbers]
-        case Flush():
-            return [body.ns]
-        case Detach():
-            return [body.quiet]
+_BODY_FIELDS: dict[int, Callable[[Any], list[Any]]] = {
+    Op.HELLO: lambda body: [],
+    Op.LOOKUP: lambda body: [body.ns, body.keys],
+    Op.BEGIN_LOAD: lambda body: [[(c.number, c.ns, c.keys, c.first, c.at_least) for c in body.chains]],
+    Op.BEGIN_STORE: lambda body: [[(c.number, c.ns, c.keys, c.epoch) for c in body.chains]],
+    Op.FINISH: lambda body: [[(end.number, end.quiet) for end in body.ends]],
+    Op.ABORT: lambda body: [[(end.number, end.quiet) for end in body.ends]],
+    Op.QUIET: lambda body: [body.planner_sid, body.numbers],
+    Op.FLUSH: lambda body: [body.ns],
+    Op.STATS: lambda body: [],
+    Op.DETACH: lambda body: [body.quiet],
+}
 
 
 def encode_request(request: Request) -> bytes:
     """The request's bytes; ProtocolError when it is beyond the message's limits."""
     body = request.body
-    envelope = [VERSION, body.op, request.server_gen, request.sid, request.rid, request.expires]
-    return pack(envelope + _body_fields(body))
+    op = body.op
+    envelope = [VERSION, op, request.server_gen, request.sid, request.rid, request.expires]
+    return pack(envelope + _BODY_FIELDS[op](body))
 
 
 def _hello(fields: list[Any]) -> Body:
@@ -198,9 +197,8 @@ def _begin_load(fields: list[Any]) -> Body:
                 _int(at_least, "at_least", MAX_KEYS, low=1),
             )
         )
-    body = BeginLoad(tuple(chains))
-    _few_keys(body.chains)
-    return body
+    _few_keys(chains)
+    return BeginLoad(tuple(chains))
 
 
 def _begin_store(fields: list[Any]) -> Body:
@@ -208,9 +206,8 @@ def _begin_store(fields: list[Any]) -> Body:
     for entry in _entries(_list(fields, "begin_store", 1)[0], "begin_store"):
         number, ns, keys, epoch = _list(entry, "a store", 4)
         chains.append(StoreChain(_int(number, "number", low=1), _ns(ns), _keys(keys), _int(epoch, "epoch")))
-    body = BeginStore(tuple(chains))
-    _few_keys(body.chains)
-    return body
+    _few_keys(chains)
+    return BeginStore(tuple(chains))
 
 
 def _ends(fields: list[Any]) -> tuple[End, ...]:
@@ -294,52 +291,50 @@ def decode_request(data: bytes | memoryview) -> Request:
 # --- replies, to and from bytes ---------------------------------------------------------------------
 
 
-def _reply_fields(body: ReplyBody) -> list[Any]:
-    match body:
-        case HelloReply():
-            return [body.complete]
-        case LookupReply():
-            return [body.ready, body.pending, body.epoch]
-        case LoadReply():
-            return [
-                [
-                    (g.number, g.status, g.epoch, g.ready, g.frames.data, g.gens.data, g.reason, g.text)
-                    for g in body.grants
-                ]
-            ]
-        case StoreReply():
-            return [
-                [
-                    (
-                        g.number,
-                        g.status,
-                        g.epoch,
-                        g.start,
-                        g.taken,
-                        g.pending,
-                        g.frames.data,
-                        g.reason,
-                        g.text,
-                    )
-                    for g in body.grants
-                ]
-            ]
-        case EndReply():
-            return [[(e.number, e.status, e.visible, e.dropped, e.superseded, e.text) for e in body.ended]]
-        case FlushReply():
-            return [body.freed, body.doomed, body.epoch]
-        case StatsReply():
-            return [body.values]
-        case DetachReply():
-            return []
+def _load_grants(body: LoadReply) -> list[Any]:
+    return [
+        [
+            (g.number, g.status, g.epoch, g.ready, g.frames.data, g.gens.data, g.reason, g.text)
+            for g in body.grants
+        ]
+    ]
+
+
+def _store_grants(body: StoreReply) -> list[Any]:
+    return [
+        [
+            (g.number, g.status, g.epoch, g.start, g.taken, g.pending, g.frames.data, g.reason, g.text)
+            for g in body.grants
+        ]
+    ]
+
+
+def _end_fields(body: EndReply) -> list[Any]:
+    return [[(e.number, e.status, e.visible, e.dropped, e.superseded, e.text) for e in body.ended]]
+
+
+_REPLY_FIELDS: dict[int, Callable[[Any], list[Any]]] = {
+    Op.HELLO: lambda body: [body.complete],
+    Op.LOOKUP: lambda body: [body.ready, body.pending, body.epoch],
+    Op.BEGIN_LOAD: _load_grants,
+    Op.BEGIN_STORE: _store_grants,
+    Op.FINISH: _end_fields,
+    Op.ABORT: _end_fields,
+    Op.QUIET: _end_fields,
+    Op.FLUSH: lambda body: [body.freed, body.doomed, body.epoch],
+    Op.STATS: lambda body: [body.values],
+    Op.DETACH: lambda body: [],
+}
 
 
 def encode_reply(reply: Reply) -> bytes:
     """The reply's bytes. Frames and gens must be contiguous."""
     values: list[Any] = [reply.rid, reply.server_gen, reply.status, reply.text]
-    if reply.body is not None:
-        values.append(reply.body.op)
-        values += _reply_fields(reply.body)
+    body = reply.body
+    if body is not None:
+        op = body.op
+        values.append(op)
+        values += _REPLY_FIELDS[op](body)
     return pack(values)
 
 
@@ -458,5 +453,5 @@ def decode_reply(data: bytes | memoryview) -> Reply:
         reader = _REPLIES.get(op) if type(op) is int else None
         if reader is None:
             raise ProtocolError("op: not one of this protocol's")
-        body = reader(Op(op), values[5:])
+        body = reader(_OPS[op], values[5:])
     return Reply(_int(rid, "rid"), _int(server_gen, "server_gen"), _status(status), _text(text, "text"), body)
