@@ -173,12 +173,14 @@ class Listener:
     """The attach socket itself (0600). Only for who holds the owner lock (R25): an old socket's file is
     replaced.
 
-    `greeting`: told to each new connection; the server changes it when a pool is made.
+    `greeting`: told to each new connection; the server changes it when a pool is made. `starved`: the last
+    `accept` found no descriptor left for those who wait; the socket stays readable, so look away for a while.
     """
 
     def __init__(self, run_dir: Path | str, greeting: Greeting) -> None:
         """ConfigError when the run directory is unsafe."""
         self.greeting = greeting
+        self.starved = False
         self._path = str(rundir.check_run_dir(run_dir) / rundir.ATTACH_SOCKET)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -199,6 +201,7 @@ class Listener:
     def accept(self, room: int = 512) -> list[Connection]:
         """Those who wait, greeted. Other users, and all beyond `room` connections, are closed at once."""
         connections: list[Connection] = []
+        self.starved = False
         while True:
             try:
                 sock, _ = self._socket.accept()
@@ -208,7 +211,8 @@ class Listener:
                 continue  # it went away while it waited
             except OSError as error:
                 # No descriptors left: those who wait stay in the backlog, the server lives.
-                _log.warning("attach socket: %s", error)
+                self.starved = True
+                _log.warning("attach socket: %s; newcomers wait (raise ulimit -n)", error)
                 return connections
             if peer(sock)[1] != os.geteuid() or len(connections) >= room:
                 sock.close()
