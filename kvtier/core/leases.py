@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from kvtier.core.prefix_tree import Node
 from kvtier.core.sessions import Session
 from kvtier.core.spaces import Space
-from kvtier.core.writes import LOAD, LeaseRecord
+from kvtier.core.writes import LeaseRecord
 from kvtier.errors import UsageError
 
 
@@ -22,8 +22,8 @@ class Lease:
     `node`: where its pin ends, None when it has none any more. A store's own pages in the tree are the
     nodes from `node` upwards that it owns. `out`: frames of its own that have left the tree (DOOMED, or
     QUARANTINED once `ended`). `quiet`: bits of movers known to be done. `charge`: pages that count against
-    the session's cap. `asked`, `hit` and `reason` of a load are counted when it is finished. Whoever
-    makes a lease sets `node`, and for a load these three.
+    the session's cap. `asked`, `hit` and `reason` of a load are counted when it is finished. `since`: when a
+    store began. Whoever makes a lease sets `node`, and what its kind has.
     """
 
     __slots__ = (
@@ -47,19 +47,17 @@ class Lease:
     )
 
     node: Node | None
+    since: float
     asked: int
     hit: int
     reason: str
 
-    def __init__(
-        self, index: int, session: Session, number: int, kind: int, space: Space, since: float
-    ) -> None:
+    def __init__(self, index: int, session: Session, number: int, kind: int, space: Space) -> None:
         self.index = index
         self.session = session
         self.number = number
         self.kind = kind
         self.space = space
-        self.since = since
         self.out: array[int] = array("i")
         self.quiet = 0
         self.ended = False
@@ -77,7 +75,7 @@ class Lease:
     def own(self) -> list[Node]:
         """The nodes that a store is filling, deepest first."""
         nodes: list[Node] = []
-        node = self.node if self.kind != LOAD else None
+        node = self.node
         while node is not None and node.owner is self:
             nodes.append(node)
             node = node.parent
@@ -112,14 +110,14 @@ class LeaseTable:
     def full(self) -> bool:
         return len(self._leases) == self.size
 
-    def add(self, session: Session, number: int, kind: int, space: Space, since: float = 0.0) -> Lease:
+    def add(self, session: Session, number: int, kind: int, space: Space) -> Lease:
         """A new lease of `session`; the table must not be full."""
         if self._free:
             index = self._free.pop()
         else:
             index = self._next
             self._next += 1
-        lease = Lease(index, session, number, kind, space, since)
+        lease = Lease(index, session, number, kind, space)
         self._leases[index] = lease
         session.leases[number] = lease
         session.group.used = True

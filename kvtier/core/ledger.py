@@ -80,7 +80,7 @@ class Ledger:
         """`count` frames: free, then swept, then evicted ones; fewer when some are not below `mark`."""
         free = self.free
         short = count - len(free)
-        if short > 0 and self.clearing.pages:
+        if short > 0:
             self.sweep(short)
             short = count - len(free)
         evicted = NO_FRAMES
@@ -94,8 +94,7 @@ class Ledger:
         if not evicted:
             return free.take(count)
         frames = evicted[::-1]
-        if len(free):
-            frames.extend(free.take(count - len(frames)))
+        frames.extend(free.take(len(free)))
         return frames
 
     def sweep(self, pages: int) -> int:

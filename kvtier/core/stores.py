@@ -60,7 +60,8 @@ def begin(
             tree.merge(anchor)
         return StoreGrant.none(Status.FULL, space.epoch, reason, start, pending)
 
-    lease = book.leases.add(session, number, STORE, space, now)
+    lease = book.leases.add(session, number, STORE, space)
+    lease.since = now
     own = keys[start * KEY_BYTES : (start + taken) * KEY_BYTES]
     parent_frame, tag = -1 - space.index, space.ns[:TAG_BYTES]
     if start:

@@ -402,6 +402,17 @@ def test_a_store_that_is_short_of_frames_takes_what_a_flush_left():
     cache.check()
 
 
+def test_a_store_that_is_one_frame_short_takes_that_from_what_a_flush_left():
+    cache = make(5)
+    engine = Engine(cache)
+    engine.fill("ab")
+    engine.fill("cd")
+    cache.flush(None, 0.0)
+    assert engine.store("wx").taken == 2
+    assert (cache.stats()["evicted"], cache.stats()["frames_clearing"]) == (0, 2)
+    cache.check()
+
+
 def test_r14_a_namespaces_number_is_used_again_only_when_nothing_of_it_is_left():
     cache = make(namespaces=1)
     engine = Engine(cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.host_cache import HostCache
-from kvtier.core.writes import Claim, Doom, Free, LeaseRecord, Ready, Reparent
+from kvtier.core.writes import LOAD, STORE, Claim, Doom, Free, LeaseRecord, Ready, Reparent
 from kvtier.errors import Status, UsageError
 from tests.core.chains import NS, OTHER, Engine, keys, make, ready
 
@@ -302,6 +302,28 @@ def test_r12_pages_that_several_leases_share_count_once():
     assert engine.store([*range(6), "x", "y", "z"]).taken == 2
 
 
+def test_r12_what_others_hold_of_a_hit_costs_nothing_more():
+    cache = make(16)
+    engine = Engine(cache)
+    engine.fill(range(6))
+    engine.fill(range(12))
+    for _ in range(3):
+        engine.load(range(4))
+    assert len(engine.load(range(8)).frames) == 8
+
+
+def test_r12_when_others_hold_more_than_the_cap_only_the_own_sum_counts():
+    cache = make(32)
+    one = Engine(cache, "one")
+    one.fill(range(12))
+    assert len(one.load(range(12)).frames) == 12
+    two = Engine(cache, "two", sid=200)  # a cap of 10 pages for each now
+    for _ in range(2):
+        assert len(two.load(range(4)).frames) == 4
+    assert len(two.load(range(12)).frames) == 2
+    assert two.load(range(12)).status == Status.BUSY
+
+
 def test_r12_a_load_beyond_the_cap_brings_less_or_is_busy():
     cache = make(16)
     engine = Engine(cache)
@@ -385,6 +407,38 @@ def test_tails_go_before_heads_and_least_recently_used_chains_first():
     engine.store("opq")
     (freed_again,) = [write for write in cache.take_writes() if isinstance(write, Free)]
     assert list(freed_again.frames) == [old[3], old[2], old[1]]
+
+
+def test_an_evicted_chain_gives_its_frames_in_order_and_before_free_ones():
+    cache = make(7)
+    engine = Engine(cache)
+    first = engine.fill("abc")
+    engine.fill("xyz")
+    grant = engine.store("mno")
+    assert list(grant.frames) == [first[1], first[2], 6]
+    assert cache.stats()["evicted"] == 2
+    engine.finish()
+    engine.store("pq")
+    assert cache.stats()["evicted"] == 4
+
+
+def test_r16_a_record_says_all_of_its_lease_and_numbers_are_dense():
+    cache = make()
+    engine = Engine(cache, ranks=2)
+    cache.flush(None, 0.0)
+    engine.fill("ab")
+    cache.take_writes()
+    grants = [engine.store("abX"), engine.load("ab"), engine.store("abY")]
+    records = [write for write in cache.take_writes() if isinstance(write, LeaseRecord)]
+    assert [record.lease for record in records] == [0, 1, 2]
+    assert records[0] == LeaseRecord(0, engine.sid, 2, STORE, grants[0].frames[0], 3, 2, 0)
+    assert records[1] == LeaseRecord(1, engine.sid, 3, LOAD, grants[1].frames[1], 2, 2, 0)
+    engine.finish(3)
+    cache.quiet(engine.movers[1], engine.sid, 2, 0.0)
+    engine.load("a")
+    writes = cache.take_writes()
+    assert records[0]._replace(quiet_mask=2) in writes
+    assert writes[-1] == LeaseRecord(1, engine.sid, 5, LOAD, 0, 1, 2, 0)
 
 
 def test_r15_writes_of_a_store_stand_in_order():
