@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError, UsageError
 from kvtier.layout import SHARD_ALIGN, KVLayout
 
 MAX_FRAMES = 2**31 - 1
+MAX_PAGE_TOKENS = 2**31 - 1
 
 
 class Place(NamedTuple):
@@ -39,10 +40,15 @@ class PoolShape:
 
     def __post_init__(self) -> None:
         sizes = self.geometry[1:]
-        if not sizes or self.geometry[0] < 1 or any(size < 1 or size % SHARD_ALIGN for size in sizes):
+        tokens = self.geometry[0] if self.geometry else 0
+        if (
+            not sizes
+            or not 1 <= tokens <= MAX_PAGE_TOKENS
+            or any(size < 1 or size % SHARD_ALIGN for size in sizes)
+        ):
             raise ConfigError(
-                f"geometry {self.geometry}: expected page tokens, then bytes of each shard in multiples of "
-                f"{SHARD_ALIGN}"
+                f"geometry {self.geometry}: expected page tokens of 1 to {MAX_PAGE_TOKENS}, then bytes of each "
+                f"shard in multiples of {SHARD_ALIGN}"
             )
         if not 1 <= self.frames <= MAX_FRAMES or not 1 <= self.chunk_frames <= self.frames:
             raise ConfigError(

@@ -18,6 +18,7 @@ from kvtier.core.checks import BrokenInvariantError
 from kvtier.errors import Status
 from kvtier.layout import KVLayout, Plane
 from kvtier.server.server import Server
+from kvtier.shm.attach import AttachRequest, Refusal, connect
 from kvtier.wire.messages import Lookup, StoreChain
 from tests.client.test_client import ALL, chain, epoch_of, load, store
 from tests.server.sidecar import Pair, layout, until
@@ -125,6 +126,13 @@ def test_a_geometry_that_does_not_fit_leaves_the_old_pool_as_it_is(tmp_path):
         huge = KVLayout(64, ((Plane("kv", 1 << 20),),), "huge")
         with CacheClient(here.run_dir, layout=huge, group="huge") as client:
             assert "holds no page" in str(client.refused)
+        odd = [(), (64,), (0, 4096), (64, 0), (64, 4095), (1 << 32, 4096), (1 << 62, 4096), (64, 1 << 62)]
+        for geometry in odd:
+            request = AttachRequest("odd", "planner", 0, 1, geometry, bytes(32))
+            refused = connect(here.run_dir, request, timeout_s=10)
+            assert isinstance(refused, Refusal)
+            assert "cannot make a pool" in refused.text
+        assert read_stats(here.run_dir, 10).body.values["internal_errors"] == 0
         with Pair(here) as pair:
             assert load(pair.planner, keys).status == Status.OK
 
