@@ -30,7 +30,7 @@ from kvtier.core.leases import quiet_mask
 from kvtier.core.ledger import Ledger
 from kvtier.core.policy import Policy
 from kvtier.core.prefix_tree import Node
-from kvtier.core.results import Attached, Ended, Flushed, Found, LoadGrant, Reason, StoreGrant
+from kvtier.core.results import Attached, Ended, Flushed, Found, Holding, LoadGrant, Reason, StoreGrant
 from kvtier.core.sessions import Session
 from kvtier.core.writes import (
     PLANNER,
@@ -66,6 +66,7 @@ class HostCache:
         policy: Policy[Node] | None = None,
     ) -> None:
         self.patience_s = patience_s
+        self.draining = False  # no new leases; those that run go on
         self._book = Ledger(frames, sessions, leases, namespaces, policy)
         self._slices: Iterator[None] | None = None
 
@@ -186,7 +187,7 @@ class HostCache:
         bad = self._begin(session, number)
         if bad:
             return LoadGrant.none(Status.BAD, epoch, text=bad)
-        reason = session.group.refusal() or (Reason.SUSPECT if session.suspect else "")
+        reason = self._refusal(session)
         space = self._book.spaces.by_ns.get(ns)
         if not reason and self._book.leases.full:
             reason = Reason.LEASES
@@ -226,7 +227,7 @@ class HostCache:
         bad = self._begin(session, number)
         if bad:
             return StoreGrant.none(Status.BAD, current, text=bad)
-        reason = session.group.refusal() or (Reason.SUSPECT if session.suspect else "")
+        reason = self._refusal(session)
         if not reason and self._book.leases.full:
             reason = Reason.LEASES
         if reason:
@@ -384,7 +385,34 @@ class HostCache:
                 self._slices = None
                 return
 
+    def holdings(self) -> list[Holding]:
+        """What each session holds. O(sessions)."""
+        return [
+            Holding(
+                session.sid,
+                session.group.name,
+                "planner" if session.role == PLANNER else "mover",
+                session.rank,
+                session.group.ranks,
+                session.dead,
+                len(session.leases),
+                session.charge,
+                max(session.mapped, 0),
+            )
+            for session in self._book.sessions.by_sid.values()
+        ]
+
+    def namespaces(self) -> list[tuple[bytes, int, int]]:
+        """Each namespace that has an entry: its digest, the pages in its tree, its epoch. O(namespaces)."""
+        return [(space.ns, space.root.total, space.epoch) for space in self._book.spaces.by_ns.values()]
+
     # -- helpers -------------------------------------------------------------------------------------
+
+    def _refusal(self, session: Session) -> str:
+        """Why the session gets no lease now; empty when it does."""
+        if self.draining:
+            return Reason.DRAINING
+        return session.group.refusal() or (Reason.SUSPECT if session.suspect else "")
 
     def _begin(self, session: Session, number: int) -> str:
         """Use up a lease number; the text says why it cannot be (R10)."""

@@ -33,6 +33,8 @@ class Reason:
     """Not all movers of the group are attached (R2), or one of them has died."""
     SUSPECT = "suspect"
     """A session of the group may be dying: no new leases (R20)."""
+    DRAINING = "draining"
+    """The operator is emptying the sidecar: no new leases."""
     NAMESPACES = "namespaces"
     """The table of namespaces is full."""
     LEASES = "leases"
@@ -126,3 +128,21 @@ class Flushed(NamedTuple):
     freed: int
     doomed: int
     epoch: int
+
+
+class Holding(NamedTuple):
+    """What one session holds. `dead`: its process is proven dead, and its frames wait for its group's movers.
+
+    `pages` counts a page once for each of the session's leases that holds it; `mapped`: frames below it are
+    mapped.
+    """
+
+    sid: int
+    group: str
+    role: str
+    rank: int
+    ranks: int
+    dead: bool
+    leases: int
+    pages: int
+    mapped: int
