@@ -47,8 +47,8 @@ class PoolShape:
             or any(size < 1 or size % SHARD_ALIGN for size in sizes)
         ):
             raise ConfigError(
-                f"geometry {self.geometry}: expected page tokens of 1 to {MAX_PAGE_TOKENS}, then bytes of each "
-                f"shard in multiples of {SHARD_ALIGN}"
+                f"geometry {self.geometry}: expected page tokens of 1 to {MAX_PAGE_TOKENS}, then bytes of "
+                f"each shard in multiples of {SHARD_ALIGN}"
             )
         if not 1 <= self.frames <= MAX_FRAMES or not 1 <= self.chunk_frames <= self.frames:
             raise ConfigError(

@@ -29,8 +29,8 @@ class Nursery:
             start_new_session=True,
         )
 
-    def born(self, seed: int) -> int:
-        """A new engine's process id."""
+    def born(self, seed: int | str) -> int:
+        """A new engine's process id; or, by the name of a step, a victim's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{seed}\n")

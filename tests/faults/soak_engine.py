@@ -2,10 +2,10 @@
 
     python -m tests.faults.soak_engine RUN_DIR OUT_DIR
 
-is a nursery: each line `SEED` on its standard input forks one engine, whose process id it prints. (The
-libraries are loaded once, so that an engine can be killed and replaced many times in a second.) All of them
-end with it. An engine writes its counts to OUT_DIR/PID.json, and OUT_DIR/wrong.PID when bytes were wrong;
-SIGTERM ends it in order.
+is a nursery: each line `SEED` on its standard input forks one engine, whose process id it prints; each line
+with a step's name a victim (`victims`). (The libraries are loaded once, so that an engine can be killed and
+replaced many times in a second.) All of them end with it. An engine writes its counts to OUT_DIR/PID.json, and
+OUT_DIR/wrong.PID when bytes were wrong; SIGTERM ends it in order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from kvtier import KVBuffers, Options, PageChain, Worker
 from kvtier.tasks import Task, TaskState
+from tests.faults import victims
 from tests.faults.content import LAYOUT, PAGE_TOKENS, POISON, ROW, Documents, pages_of
 
 SLOTS = 4096
@@ -233,7 +234,10 @@ def main(run_dir: str, out: str) -> None:
             os.close(0)
             status = 1
             try:
-                live(run_dir, Path(out), int(line))
+                if line.strip().isdigit():
+                    live(run_dir, Path(out), int(line))
+                else:
+                    victims.reach(run_dir, Path(out), line.strip())
                 status = 0
             finally:
                 os._exit(status)
