@@ -4,8 +4,8 @@
 
 is a nursery: each line `SEED` on its standard input forks one engine, whose process id it prints; each line
 with a step's name a victim (`victims`). (The libraries are loaded once, so that an engine can be killed and
-replaced many times in a second.) All of them end with it. An engine writes its counts to OUT_DIR/PID.json, and
-OUT_DIR/wrong.PID when bytes were wrong; SIGTERM ends it in order.
+replaced many times in a second.) All of them end with it. An engine writes its counts to OUT_DIR/PID.json,
+and OUT_DIR/wrong.PID when bytes were wrong; SIGTERM ends it in order.
 """
 
 from __future__ import annotations
