@@ -90,8 +90,7 @@ class PrefixTree:
         parts = [item.values for item in self.path(node)]
         if parts and offset is not None:
             parts[-1] = parts[-1][: offset * VALUE_BYTES]
-        chain = array("i", b"".join(parts))
-        return chain[first:] if first else chain
+        return array("i", b"".join(parts))[first:]
 
     def depth(self, node: Node) -> int:
         """Pages from the root to the end of `node`."""

@@ -18,6 +18,8 @@ def test_a_stored_page_is_found_once_its_finish_was_answered():
     assert cache.lookup(NS, keys("abc"))[1:3] == (0, 3)
     assert engine.finish() == (Status.OK, 3, 0, 0, "")
     assert cache.lookup(NS, keys("abcd"))[1:3] == (3, 0)
+    engine.store("abcd")
+    assert cache.lookup(NS, keys("abcde"))[1:3] == (3, 1)
 
 
 def test_namespaces_share_nothing():
@@ -357,8 +359,11 @@ def test_r28_a_hit_ends_where_the_group_has_not_mapped():
     cache.mapped(201, 3)
     grant = cache.begin_load(200, 2, NS, keys("abcd"), 0, 1, 0.0)
     assert (list(grant.frames), grant.reason) == ([0, 1, 2], "unmapped")
+    cache.abort(200, 2, (0,), 0.0)
+    grant = cache.begin_load(200, 4, NS, keys("abc"), 0, 1, 0.0)
+    assert (list(grant.frames), grant.reason) == ([0, 1, 2], "")
     cache.mapped(200, 2)  # a planner that maps as well
-    assert list(cache.begin_load(200, 3, NS, keys("abcd"), 0, 1, 0.0).frames) == [0, 1]
+    assert list(cache.begin_load(200, 5, NS, keys("abcd"), 0, 1, 0.0).frames) == [0, 1]
 
 
 def test_r28_a_store_gets_only_frames_that_the_group_has_mapped():
