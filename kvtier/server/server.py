@@ -19,15 +19,15 @@ import os
 import resource
 import selectors
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import zmq
 
 from kvtier.config import format_size
-from kvtier.errors import Status
+from kvtier.errors import PreflightError, Status
 from kvtier.server.admission import Admission
 from kvtier.server.answers import Answers
 from kvtier.server.sessions import Session
@@ -83,7 +83,8 @@ class Server:
         self._next_sweep = self._next_progress = 0.0
         self._watched_memory = -1
         self._connections: set[Connection] = set()
-        with ExitStack() as made:  # undone in reverse, now when something fails, or by close()
+        # Undone in reverse, now when something fails, or by close().
+        with ExitStack() as made, _said_plainly(run_dir):
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             made.callback(os.close, self._bell)
@@ -361,6 +362,17 @@ class Server:
         # Young garbage only: a full collection, which `kvtier serve` turns off, stops the loop for O(nodes).
         gc.collect(1)
         return DOUBT_S if self._state.sessions.doubted() else SWEEP_S
+
+
+@contextmanager
+def _said_plainly(run_dir: str | Path) -> Iterator[None]:
+    """What the host refuses, a full disk for one, as a message for its operator."""
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        raise PreflightError(
+            f"cannot start in {run_dir}: {error.strerror or error}; put that right, or give another --run-dir"
+        ) from error
 
 
 def _raise_open_files() -> None:

@@ -103,6 +103,11 @@ class OwnerLock:
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
                 continue  # a former owner has just removed its directory
+            except OSError:  # no room for it
+                if not found:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(self.run_dir)
+                raise
             try:
                 if not try_lock(fd, 0):
                     pid = os.pread(fd, 64, 0).decode(errors="replace").split("\n")[0]
@@ -122,8 +127,12 @@ class OwnerLock:
         self.fd = fd
         # A directory that a server made is a server's to remove, also after one that was killed.
         self._made = not found or b"made" in os.pread(fd, 64, 0)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n{'made' if self._made else 'found'}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n{'made' if self._made else 'found'}\n".encode(), 0)
+        except OSError:  # no room for it
+            self.release()
+            raise
 
     def release(self) -> None:
         """Removes what the server has made in the run directory, then lets go of it. Idempotent."""

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.client import CacheClient, read_stats
 from kvtier.core.checks import BrokenInvariantError
-from kvtier.errors import Status
+from kvtier.errors import PreflightError, Status
 from kvtier.layout import KVLayout, Plane
 from kvtier.server.server import Server
 from kvtier.shm.attach import AttachRequest, Refusal, connect
@@ -231,6 +231,6 @@ def test_a_server_that_could_not_start_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("no socket today")
 
     monkeypatch.setattr(Server, "_bind", fail)
-    with pytest.raises(OSError, match="no socket today"):
+    with pytest.raises(PreflightError, match=r"cannot start in .*: no socket today; .*--run-dir"):
         Server(tmp_path / "run", 16 << 20)
     assert not (tmp_path / "run").exists()

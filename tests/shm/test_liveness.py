@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -231,6 +232,24 @@ def test_a_second_server_is_refused_with_the_first_ones_name(tmp_path: Path) -> 
     with forked(other) as pid:
         assert exit_code(pid) == 0
     owner.release()
+
+
+@pytest.mark.parametrize("full", ["open", "pwrite"])
+def test_a_full_disk_leaves_no_directory_and_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = open_fds()
+    run_dir = tmp_path / "new"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, full, no_room)
+        with pytest.raises(OSError, match="No space left"):
+            OwnerLock(run_dir)
+    assert not run_dir.exists()
+    assert open_fds() == before
+    OwnerLock(run_dir).release()
 
 
 def test_a_killed_owner_gives_way_and_its_directory_is_removed_in_the_end(tmp_path: Path) -> None:
