@@ -64,6 +64,8 @@ class Admission:
                 "the client runs on another kernel: sidecar and engines must share a host",
                 None,
             )
+        if self._state.draining:
+            return Status.BUSY, "this sidecar is draining: it takes nobody in, and will end", None
         if connection.pidfd < 0:
             return Status.BAD, "no pidfd came with the attach: it is needed to notice a death (R19)", None
         return None
@@ -126,7 +128,9 @@ class Admission:
             pool.cache.detach(sid, True, now)
             pool.write()
             return Status.BUSY, f"no lock for a session: {error}", None
-        session = Session(sid, request.role, request.group, connection.take_pidfd(), connection)
+        session = Session(
+            sid, request.role, request.group, connection.take_pidfd(), connection, connection.pid, now
+        )
         state.sessions.add(session)
         state.settled = False
         connection.tag = session

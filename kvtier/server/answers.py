@@ -205,9 +205,7 @@ class Answers:
         return EndReply(Op.QUIET, tuple(ended))
 
     def _flush(self, session: Session, body: Flush, now: float) -> ReplyBody:
-        flushed = self._state.pool.cache.flush(body.ns or None, now)
-        self._state.pool.cleaning = True
-        self._state.pool.write()
+        flushed = self._state.flush(body.ns or None, now)
         return FlushReply(flushed.freed, flushed.doomed, flushed.epoch)
 
     def _detach(self, session: Session, body: Detach, now: float) -> ReplyBody:
@@ -223,6 +221,7 @@ class Answers:
             "uptime_s": int(now - state.started),
             "sessions_attached": len(state.sessions),
             "sessions_doubted": len(state.sessions.doubted()),
+            "draining": int(state.draining),
             "pool_bytes": state.pool_bytes,
             "pool_id": "",
         }

@@ -30,6 +30,9 @@ from kvtier.config import format_size
 from kvtier.errors import PreflightError, Status
 from kvtier.server.admission import Admission
 from kvtier.server.answers import Answers
+from kvtier.server.control import Control
+from kvtier.server.door import Door
+from kvtier.server.inbox import Inbox
 from kvtier.server.sessions import Session
 from kvtier.server.state import State
 from kvtier.shm import preflight
@@ -51,7 +54,7 @@ HIGH_WATER_MARK = 64
 SWEEP_S = 1.0
 """How often liveness, the heartbeat and a slice of the core's own check are due."""
 DOUBT_S = 0.05
-"""The same for liveness, while the end of a session is not proven yet."""
+"""The same while the end of a session is not proven yet, or a drain goes on."""
 PROGRESS_S = 1.0
 """How often the log says how far the reservation is."""
 CHECK_NODES = 200
@@ -97,8 +100,12 @@ class Server:
             self._router = made.enter_context(self._bind(context))
             self._listener = Listener(self.run_dir, Greeting(b"", self._state.server_gen))
             made.callback(self._listener.close)
+            self._answers = Answers(self._state)
+            self._control = Control(self._state, self._locks, self._answers.stats)
+            self._inbox = Inbox(self._ring)
+            self._door = Door(self.run_dir, self._inbox, self._control)
+            made.callback(self._door.close)
             self._made = made.pop_all()
-        self._answers = Answers(self._state)
         self._admission = Admission(self._state, self._locks, self._pool_changed)
         self._state.sessions.unwatch = self._unwatch
         watch = self._selector.register
@@ -128,6 +135,7 @@ class Server:
         """Serve until `stop()`. `ready` is called once, when clients can attach."""
         if ready is not None:
             ready()
+        self._door.start()  # last: a sidecar serves engines before its operator
         more = False
         while not self._stopping:
             now = time.monotonic()
@@ -149,6 +157,10 @@ class Server:
     def stop(self) -> None:
         """End `run` soon. From any thread, or a signal handler."""
         self._stopping = True
+        self._ring()
+
+    def _ring(self) -> None:
+        """Wake the loop. From any thread."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
@@ -173,6 +185,9 @@ class Server:
 
     def _rung(self) -> None:
         os.eventfd_read(self._bell)
+        self._inbox.run(self._unexpected)
+        if self._state.draining:
+            self._next_sweep = 0.0  # it may have begun just now: sweeps come faster then
 
     # --- the data socket ---
 
@@ -361,7 +376,9 @@ class Server:
             pool.cache.check(CHECK_NODES)
         # Young garbage only: a full collection, which `kvtier serve` turns off, stops the loop for O(nodes).
         gc.collect(1)
-        return DOUBT_S if self._state.sessions.doubted() else SWEEP_S
+        if self._control.ended(time.monotonic()):
+            self._stopping = True
+        return DOUBT_S if self._state.draining or self._state.sessions.doubted() else SWEEP_S
 
 
 @contextmanager

@@ -14,13 +14,18 @@ from kvtier.shm.attach import Connection
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One attach. `pidfd` belongs to it; `connection` is None once that has ended."""
+    """One attach. `pidfd` belongs to it; `connection` is None once that has ended.
+
+    `pid` is for people: 0 when it is in another PID namespace. `since`: time.monotonic() of the attach.
+    """
 
     sid: int
     role: str
     group: str
     pidfd: int
     connection: Connection | None
+    pid: int
+    since: float
     mapped: int = 0
     """Frames below it are mapped, as far as it has said (R28)."""
     routing: bytes | None = None

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from kvtier.core.results import Flushed
 from kvtier.server.hostpool import HostPool
 from kvtier.server.sessions import Session, Sessions
 
@@ -26,6 +27,8 @@ class Counters:
     attaches: int = 0
     refused_attaches: int = 0
     deaths: int = 0
+    forced_out: int = 0
+    """Sessions that the operator ended without a proof of death."""
     formats: int = 0
     sweeps: int = 0
 
@@ -42,6 +45,8 @@ class State:
     counters: Counters = field(default_factory=Counters)
     settled: bool = True
     """Every session has mapped the whole pool: nothing on the attach sockets can change an answer."""
+    draining: bool = False
+    """No new leases, no attaches."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -57,6 +62,20 @@ class State:
         session.mapped = pool.shape.frames_below(chunks)
         pool.cache.mapped(session.sid, session.mapped)
         self.settled = all(one.mapped >= pool.shape.frames for one in self.sessions)
+
+    def drain(self, on: bool) -> None:
+        """Refuse new leases and attaches from now on, or no longer."""
+        self.draining = on
+        if self.formatted is not None:
+            self.formatted.cache.draining = on
+
+    def flush(self, ns: bytes | None, now: float) -> Flushed:
+        """Forget the pages of one namespace, or of all (R13); the tables say so when this returns."""
+        pool = self.pool
+        flushed = pool.cache.flush(ns, now)
+        pool.cleaning = True
+        pool.write()
+        return flushed
 
     def doubt(self, session: Session) -> None:
         """The session may be dying: no new leases, nothing freed, until it is proven dead (R20)."""

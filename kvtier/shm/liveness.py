@@ -138,7 +138,13 @@ class OwnerLock:
         """Removes what the server has made in the run directory, then lets go of it. Idempotent."""
         if self.fd < 0:
             return
-        for name in (rundir.ATTACH_SOCKET, rundir.DATA_SOCKET, rundir.LOCKS, rundir.OWNER):
+        for name in (
+            rundir.ATTACH_SOCKET,
+            rundir.DATA_SOCKET,
+            rundir.ADMIN_SOCKET,
+            rundir.LOCKS,
+            rundir.OWNER,
+        ):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.run_dir / name)
         if self._made:

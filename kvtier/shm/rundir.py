@@ -14,7 +14,13 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 
-ATTACH_SOCKET, DATA_SOCKET, LOCKS, OWNER = "attach.sock", "data.sock", "locks", "owner"
+ATTACH_SOCKET, DATA_SOCKET, ADMIN_SOCKET, LOCKS, OWNER = (
+    "attach.sock",
+    "data.sock",
+    "admin.sock",
+    "locks",
+    "owner",
+)
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path (sun_path is 108 with its end mark)."""

@@ -1,0 +1,100 @@
+"""The way from a command to the sidecar's control: one connection over rpyc, and what can go wrong with it.
+
+Exit codes of every command that uses it: 0 done, 1 refused or failed, 2 wrong usage, 3 no sidecar.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rpyc.core.async_ import AsyncResultTimeout
+from rpyc.core.protocol import Connection
+from rpyc.core.service import VoidService
+
+from kvtier.errors import ProtocolError
+from kvtier.server.framing import Framed
+from kvtier.shm.rundir import ADMIN_SOCKET, check_run_dir
+
+REFUSED, NO_SIDECAR = 1, 3
+TIMEOUT_S = 10.0
+"""How long the sidecar may take to answer: longer than its own bound, so that it can say what is wrong."""
+MAX_ANSWER_BYTES = 4 << 20
+
+Values = dict[str, Any]
+
+
+class NoSidecarError(Exception):
+    """No sidecar listens there, or it went away."""
+
+
+class Control:
+    """A sidecar's control; `call` its methods (`kvtier.server.admin`). Ends with the block."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """NoSidecarError when none is there; ConfigError when the run directory is unsafe."""
+        self._run_dir = run_dir
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(TIMEOUT_S)
+            sock.connect(str(check_run_dir(run_dir) / ADMIN_SOCKET))
+        except (FileNotFoundError, ConnectionError):
+            sock.close()
+            raise NoSidecarError(f"no sidecar runs at {run_dir}") from None
+        except BaseException:
+            sock.close()
+            raise
+        # It trusts the sidecar no further than it has to: rpyc's doors are shut on this side too.
+        settings = {
+            "allow_getattr": False,
+            "allow_safe_attrs": False,
+            "allow_exposed_attrs": False,
+            "sync_request_timeout": TIMEOUT_S,
+            "close_catchall": True,
+            "bind_threads": False,
+        }
+        self._connection = Connection(
+            VoidService(), Framed(sock, MAX_ANSWER_BYTES, MAX_ANSWER_BYTES), settings
+        )
+
+    def one(self, method: str, *arguments: object) -> Values:
+        """The answer of a method that gives one: by name."""
+        return dict(self._call(method, *arguments))
+
+    def many(self, method: str) -> list[Values]:
+        """The answers of a method that gives many."""
+        return [dict(pairs) for pairs in self._call(method)]
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            return getattr(self._connection.root, method)(*arguments)
+        except (EOFError, ConnectionError):
+            raise NoSidecarError(f"the sidecar at {self._run_dir} has ended") from None
+        except AsyncResultTimeout:
+            fail(f"the sidecar at {self._run_dir} did not answer within {TIMEOUT_S:g} s")
+        except ProtocolError as error:
+            fail(f"what listens at {self._run_dir} is no sidecar: {error}")
+        except Exception as error:  # noqa: BLE001  # the sidecar's own, of a type that rpyc makes up
+            fail(f"the sidecar at {self._run_dir} refused: {error.args[0] if error.args else error!r}")
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def connect(run_dir: Path) -> Control:
+    """As `Control`; ends the command when no sidecar is there."""
+    try:
+        return Control(run_dir)
+    except NoSidecarError as error:
+        fail(str(error), NO_SIDECAR)
+
+
+def fail(text: str, code: int = REFUSED) -> NoReturn:
+    """One line on stderr, and the end."""
+    print(f"kvtier: {text}", file=sys.stderr)
+    sys.exit(code)
