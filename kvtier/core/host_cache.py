@@ -240,6 +240,10 @@ class HostCache:
         if space is None and self._book.clearing.pages:
             self._book.sweep(SLICE_PAGES)  # a swept namespace gives its entry back
             space = self._book.spaces.get_or_add(ns)
+        if space is None and not self._book.clearing.pages:
+            self._book.give_up_namespace()
+            self._book.sweep(SLICE_PAGES)
+            space = self._book.spaces.get_or_add(ns)
         if space is None:
             return StoreGrant.none(Status.BUSY, current, Reason.NAMESPACES)
         patience = self.patience_s if patience_s is None else patience_s

@@ -104,6 +104,14 @@ class Ledger:
             self.spaces.release(space)
         return self.clearing.pages
 
+    def give_up_namespace(self) -> None:
+        """The table of namespaces is full: the one used longest ago is evicted whole, to be swept (R14)."""
+        space = self.spaces.give_up()
+        if space is not None:
+            self.evicted += space.root.total
+            self.clearing.drop(space.root, [])
+            self.spaces.release(space)
+
     def bury(self, session: Session) -> None:
         """Forget a dead session when its last lease has left it."""
         if session.dead and not session.leases:

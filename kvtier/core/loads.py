@@ -54,6 +54,7 @@ def begin(
     node = tree.split(node, offset)
     tree.pin(node)
     lease = book.leases.add(session, number, LOAD, space)
+    book.spaces.use(space)
     lease.node = node
     book.charge(lease, pages)
     book.writes.append(lease.record(pages))

@@ -8,6 +8,7 @@ again only when no page and no lease of it is left.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvtier.core.prefix_tree import PrefixTree, Root
@@ -37,11 +38,11 @@ class Space:
 
 
 class Spaces:
-    """All entries. The counter of epochs starts at 1."""
+    """All entries; `by_ns`: the one used last at the end. The counter of epochs starts at 1."""
 
     def __init__(self, size: int, tree: PrefixTree, writes: list[Write]) -> None:
         self.size = size
-        self.by_ns: dict[bytes, Space] = {}
+        self.by_ns: OrderedDict[bytes, Space] = OrderedDict()
         self.ended: set[Space] = set()
         self.counter = 1
         self.absent = 1
@@ -83,6 +84,23 @@ class Spaces:
             return None
         self._next += 1
         return self._next - 1
+
+    def use(self, space: Space) -> None:
+        """A lease was given in `space`."""
+        self.by_ns.move_to_end(space.ns)
+
+    def give_up(self) -> Space | None:
+        """End the entry that was used longest ago, of those without leases; None when all have some.
+
+        Its pages are the caller's to drop; then `release` lets its number be used again.
+        """
+        space = next((space for space in self.by_ns.values() if not space.leases), None)
+        if space is not None:
+            self._retire(space)
+            self.absent = max(self.absent, space.epoch)
+            self._writes.append(PoolEpoch(self.counter, self.absent))
+            self.ended.add(space)
+        return space
 
     def _retire(self, space: Space) -> None:
         space.ended = True

@@ -61,6 +61,7 @@ def begin(
         return StoreGrant.none(Status.FULL, space.epoch, reason, start, pending)
 
     lease = book.leases.add(session, number, STORE, space)
+    book.spaces.use(space)
     lease.since = now
     own = keys[start * KEY_BYTES : (start + taken) * KEY_BYTES]
     parent_frame, tag = -1 - space.index, space.ns[:TAG_BYTES]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.checks import BrokenInvariantError
-from kvtier.core.host_cache import HostCache
-from kvtier.core.writes import Free, LeaseEnd, NamespaceEnd, Quarantine
+from kvtier.core.host_cache import SLICE_PAGES, HostCache
+from kvtier.core.writes import EpochRecord, Free, LeaseEnd, NamespaceEnd, Quarantine
 from kvtier.errors import Status, UsageError
 from tests.core.chains import NS, OTHER, Engine, keys, make, ready
 
@@ -440,7 +440,11 @@ def test_an_empty_namespace_gives_its_number_up():
     engine.fill("a")
     engine.fill("b", ns=OTHER)
     third = b"t" * 16
+    engine.load("b", ns=OTHER)
+    engine.load("a")
     assert engine.store("xy", ns=third).reason == "namespaces"
+    engine.finish(engine.number - 1)
+    engine.finish(engine.number - 2)
     for name in "pqrs":
         engine.fill(name)  # the other namespace's only page is evicted
     cache.take_writes()
@@ -448,6 +452,48 @@ def test_an_empty_namespace_gives_its_number_up():
     assert any(isinstance(write, NamespaceEnd) for write in cache.take_writes())
     assert cache.lookup(OTHER, keys("b"))[1:] == (0, 0, cache.epoch(OTHER))
     cache.check()
+
+
+def test_r14_a_full_table_of_namespaces_gives_up_the_one_used_longest_ago():
+    """Else a host with more tenants than entries would never store anything of a new one again."""
+    cache = make(namespaces=3)
+    engine = Engine(cache)
+    names = [bytes([name]) * 16 for name in range(5)]
+    for name in names[:3]:
+        engine.fill("abc", ns=name)
+    engine.load("a", ns=names[0])
+    engine.finish()
+    epoch = cache.epoch(names[1])
+    cache.take_writes()
+    assert engine.store("xy", ns=names[3]).taken == 2
+    writes = cache.take_writes()
+    ended = next(at for at, write in enumerate(writes) if isinstance(write, NamespaceEnd))
+    freed = next(at for at, write in enumerate(writes) if isinstance(write, Free))
+    begun = next(at for at, write in enumerate(writes) if isinstance(write, EpochRecord))
+    assert ended < freed < begun  # never reachable under another's name
+    assert writes[begun].ns_index == writes[ended].ns_index == 1
+    assert [cache.lookup(name, keys("abc")).ready for name in names] == [3, 0, 3, 0, 0]
+    assert cache.stats()["evicted"] == 3
+    assert cache.epoch(names[1]) == epoch
+    cache.check()
+    # One that is being read or written is never given up.
+    engine.load("a", ns=names[2])
+    assert engine.store("ab", ns=names[4]).taken == 2
+    assert [cache.lookup(name, keys("abc")).ready for name in names] == [0, 0, 3, 0, 0]
+    engine.load("a", ns=names[2])
+    assert engine.store("ab", ns=b"z" * 16).reason == "namespaces"
+    cache.check()
+
+
+def test_r14_a_namespace_that_is_given_up_is_swept_by_slices():
+    cache = make(4 * SLICE_PAGES, namespaces=1)
+    engine = Engine(cache)
+    for name in range(SLICE_PAGES + 10):
+        engine.fill([name])
+    assert engine.store("a", ns=OTHER).reason == "namespaces"
+    assert cache.stats()["frames_clearing"] == 10
+    assert engine.store("a", ns=OTHER).taken == 1
+    assert cache.stats()["evicted"] == SLICE_PAGES + 10
 
 
 def test_hits_count_at_the_finish_of_a_load():

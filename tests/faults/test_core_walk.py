@@ -77,9 +77,10 @@ class Long:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.cache = HostCache(FRAMES, sessions=16, leases=24, namespaces=4, patience_s=PATIENCE_S)
+        spaces = self.random.choice((2, 4))  # with 2 one is given up for another again and again
+        self.cache = HostCache(FRAMES, sessions=16, leases=24, namespaces=spaces, patience_s=PATIENCE_S)
         shape = PoolShape((16, 4096), FRAMES, FRAMES)
-        self.tables = Tables(shape, sessions=16, leases=24, namespaces=4)
+        self.tables = Tables(shape, sessions=16, leases=24, namespaces=spaces)
         self.now = 0.0
         self.next_sid = 1
         self.engines: list[Engine] = []
