@@ -223,7 +223,7 @@ class Worker:
         plan = self._planner.plan()
         if len(plan) > HEADER_WORDS:
             self._mover.mark(stream)
-            self._mover.apply(plan)
+            self._mover.apply(plan, given=True)
 
     def _kept(self, task: SomeTask) -> SomeTask:
         task._waiter = self._wait

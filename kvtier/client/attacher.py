@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from kvtier.client.scheduling import give_way
 from kvtier.errors import GeometryError, KVTierError, ProtocolError, Status
 from kvtier.shm.attach import Attachment, AttachRequest, Refusal, connect
 from kvtier.shm.rundir import DATA_SOCKET
@@ -97,6 +98,7 @@ class Attacher:
         self._thread.join(2 * ATTEMPT_S + 0.5)
 
     def _run(self) -> None:
+        give_way()  # for zmq's own threads too, which are started with the first socket
         backoff = _BACKOFF_S[0]
         while True:
             with self._change:

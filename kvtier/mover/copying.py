@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.client import CacheClient
+from kvtier.client.scheduling import give_way
 from kvtier.device.base import Copier, KVBuffers, Page
 from kvtier.errors import GeometryError, KVTierError
 from kvtier.mover.lanes import Job, Lanes
@@ -116,6 +117,7 @@ class CopyThread:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        give_way()
         try:
             self._client = self._make_client()
             if isinstance(self._client.refused, GeometryError):

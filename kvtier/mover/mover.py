@@ -109,15 +109,16 @@ class Mover:
         if self._enter():
             self._edge = (self._copier.current_stream() if stream is None else stream).record()
 
-    def apply(self, plan: npt.NDArray[np.int32]) -> None:
-        """Queue what `plan` says, bound to the last `mark`. Copies `plan`, never waits.
+    def apply(self, plan: npt.NDArray[np.int32], *, given: bool = False) -> None:
+        """Queue what `plan` says, bound to the last `mark`. Never waits. Copies `plan`, unless it is `given`
+        away: then nobody may write to it any more.
 
         ProtocolError, and nothing queued, for what is no plan; UsageError for copies without any `mark`, or
         when closed. A copy that cannot be made is a failed task, not an exception.
         """
         if not self._enter():
             return
-        pool, commands = decode(np.array(plan, copy=True))  # the tasks own their arrays
+        pool, commands = decode(plan if given else np.array(plan, copy=True))  # tasks own their arrays
         if not commands:
             return
         edge = self._edge

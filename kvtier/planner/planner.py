@@ -28,6 +28,7 @@ from kvtier.planner.lookups import Lookups
 from kvtier.planner.records import Record, Records
 from kvtier.planner.stores import Stores
 from kvtier.tasks import Hit, Int32, LoadTask, OffloadTask, Task, TaskState
+from kvtier.wire.arrays import Arrays
 from kvtier.wire.messages import NO_FRAMES, Ended
 from kvtier.wire.plan import Cancel, Command, Progress, encode
 
@@ -76,6 +77,7 @@ class Planner:
         self._lookups = Lookups(client, self._link, options, self._counters, self._quiet)
         self._stores = Stores(client, self._link, self._lookups, options, self._counters, self._quiet)
         self._copies = Copies(ranks)
+        self._arrays = Arrays()
         self._loads: list[Job] = []
         self._ended: list[Job] = []
         self._cancels: list[int] = []
@@ -245,7 +247,7 @@ class Planner:
             commands.append(self._copies.begin(job))
         self._loads.clear()
         self._stores.due.clear()
-        return encode(commands, self._client.pool_id)
+        return encode(commands, self._client.pool_id, self._arrays)
 
     def update(self, progress: Sequence[Progress]) -> list[Task]:
         """Take in the progress of each rank and the sidecar's answers; the tasks that became final, by id.
@@ -362,9 +364,11 @@ class Planner:
         if count is not None and len(given) != count:
             raise UsageError(f"{len(given)} units: expected {count}, one for each finest unit of the hit")
         limit = self._units if self._units is not None else 1 << 31
-        if given.size and (int(given.min()) < 0 or int(given.max()) >= limit):
+        if given.size and (np.minimum.reduce(given) < 0 or np.maximum.reduce(given) >= limit):
             raise UsageError(f"units {given.min()} .. {given.max()}: expected 0 .. {limit - 1}")
-        return given.astype(np.int32)  # always a copy: the caller's array is the caller's
+        mine = self._arrays.empty(len(given))
+        mine[:] = given  # always a copy: the caller's array is the caller's
+        return mine
 
     def _next_task(self) -> int:
         self._last_task += 1

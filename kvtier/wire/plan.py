@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ProtocolError, UsageError
+from kvtier.wire.arrays import Arrays
 from kvtier.wire.progress import FAILURES, LANES, PROGRESS_WORDS, Failure, Lane, Progress, Reason, Seen
 
 __all__ = [
@@ -120,6 +121,9 @@ class Plan(NamedTuple):
     commands: list[Command]
 
 
+# Enums are slow to call.
+_KINDS = {int(kind): kind for kind in Kind}
+_LANES = {int(lane): lane for lane in Lane}
 _COPY, _CANCEL = 1, 2
 _COPY_WORDS, _CANCEL_WORDS = 12, 4
 _INT31, _INT63 = 1 << 31, 1 << 63
@@ -137,27 +141,36 @@ def pool_tag(pool_id: bytes) -> int:
     return (zlib.crc32(pool_id) & 0x7FFFFFFF) or 1
 
 
-def encode(commands: Sequence[Command], pool_id: bytes = b"") -> Int32s:
+def encode(commands: Sequence[Command], pool_id: bytes = b"", arrays: Arrays | None = None) -> Int32s:
     """One int32 array of all `commands`, for the pool with this id; also of none.
 
-    The caller's arrays are copied. UsageError names what does not fit, before anything is made.
+    The caller's arrays are copied, into memory from `arrays` where that is given. UsageError names what does
+    not fit, before anything is made.
     """
-    parts: list[Int32s] = [np.array([MAGIC, 0, len(commands), pool_tag(pool_id)], np.int32)]
+    head = [MAGIC, HEADER_WORDS, len(commands), pool_tag(pool_id)]
+    if not commands:
+        return np.array(head, np.int32)
+    parts: list[list[int] | npt.NDArray[np.integer]] = [head]
     for command in commands:
         parts += _encode_copy(command) if isinstance(command, Copy) else _encode_cancel(command)
-    plan: Int32s = np.concatenate(parts)
-    if len(plan) > MAX_WORDS:
-        raise UsageError(f"a plan of {len(plan)} words: expected at most {MAX_WORDS}; send less in one step")
-    plan[1] = len(plan)
+    head[1] = sum(map(len, parts))
+    if head[1] > MAX_WORDS:
+        raise UsageError(f"a plan of {head[1]} words: expected at most {MAX_WORDS}; send less in one step")
+    plan = np.empty(head[1], np.int32) if arrays is None else arrays.empty(head[1])
+    at = 0
+    for part in parts:
+        plan[at : at + len(part)] = part
+        at += len(part)
     return plan
 
 
 def decode(plan: npt.NDArray[np.integer]) -> Plan:
     """The commands in `plan`; their arrays are views of it. ProtocolError for anything that is not a plan."""
     words = _as_words(plan)
-    if len(words) < HEADER_WORDS or int(words[0]) != MAGIC:
+    header = words[:HEADER_WORDS].tolist()
+    if len(header) < HEADER_WORDS or header[0] != MAGIC:
         raise ProtocolError("not a plan: it does not begin with a plan's header")
-    end, count, tag = (int(word) for word in words[1:HEADER_WORDS])
+    _, end, count, tag = header
     if not HEADER_WORDS <= end <= min(len(words), MAX_WORDS) or count < 0:
         raise ProtocolError(f"a plan that says {end} words and {count} commands, in an array of {len(words)}")
     commands: list[Command] = []
@@ -165,14 +178,14 @@ def decode(plan: npt.NDArray[np.integer]) -> Plan:
     for _ in range(count):
         if end - at < 2:
             raise ProtocolError(f"a plan of {count} commands ends after {len(commands)}")
-        code, size = int(words[at]), int(words[at + 1])
+        head = words[at : min(at + _COPY_WORDS, end)].tolist()
+        code, size = head[:2]
         if not 2 <= size <= end - at:
             raise ProtocolError(f"command {len(commands)} says {size} words, {end - at} are left")
-        body = words[at : at + size]
         if code == _COPY:
-            commands.append(_decode_copy(body))
+            commands.append(_decode_copy(head, words[at : at + size]))
         elif code == _CANCEL and size == _CANCEL_WORDS:
-            commands.append(Cancel(_join(body[2], body[3])))
+            commands.append(Cancel(_join(head[2], head[3])))
         else:
             raise ProtocolError(f"command {len(commands)} has code {code} and {size} words: unknown")
         at += size
@@ -181,7 +194,7 @@ def decode(plan: npt.NDArray[np.integer]) -> Plan:
     return Plan(tag, commands)
 
 
-def _encode_copy(copy: Copy) -> list[Int32s]:
+def _encode_copy(copy: Copy) -> list[list[int] | npt.NDArray[np.integer]]:
     frames, units, gens = np.asarray(copy.frames), np.asarray(copy.units), np.asarray(copy.gens)
     for name, array in (("frames", frames), ("units", units), ("gens", gens)):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -193,43 +206,40 @@ def _encode_copy(copy: Copy) -> list[Int32s]:
         raise UsageError(f"task {copy.task}: {len(gens)} gens for {len(frames)} frames of a load")
     if not (0 < copy.task < _INT63 and 0 < copy.seq < _INT63 and 0 <= copy.first < _INT31):
         raise UsageError(f"task={copy.task}, seq={copy.seq}, first={copy.first}: out of range")
-    body = [
-        frames.astype(np.int32, copy=False),
-        gens.astype(np.uint32, copy=False).view(np.int32),
-        units.astype(np.int32, copy=False),
-    ]
-    size = _COPY_WORDS + sum(map(len, body))
-    head = [_COPY, size, Kind(copy.kind), Lane(copy.lane), *_split(copy.task), *_split(copy.seq), copy.first]
-    return [np.array([*head, *map(len, body)], np.int32), *body]
+    counts = (len(frames), len(gens), len(units))
+    kind, lane = _KINDS[copy.kind], _LANES[copy.lane]
+    size = _COPY_WORDS + sum(counts)
+    head = [_COPY, size, kind, lane, *_split(copy.task), *_split(copy.seq), copy.first, *counts]
+    return [head, frames, gens.astype(np.uint32, copy=False).view(np.int32), units]
 
 
-def _encode_cancel(cancel: Cancel) -> list[Int32s]:
+def _encode_cancel(cancel: Cancel) -> list[list[int] | npt.NDArray[np.integer]]:
     if not 0 < cancel.task < _INT63:
         raise UsageError(f"task={cancel.task}: out of range")
-    return [np.array([_CANCEL, _CANCEL_WORDS, *_split(cancel.task)], np.int32)]
+    return [[_CANCEL, _CANCEL_WORDS, *_split(cancel.task)]]
 
 
-def _decode_copy(body: Int32s) -> Copy:
+def _decode_copy(head: list[int], body: Int32s) -> Copy:
+    """`head`: the first words of `body`, as ints."""
     if len(body) < _COPY_WORDS:
         raise ProtocolError(f"a copy of {len(body)} words: expected {_COPY_WORDS} or more")
-    kind, lane, first = int(body[2]), int(body[3]), int(body[8])
-    frames, gens, units = (int(word) for word in body[9:_COPY_WORDS])
+    _, _, kind, lane, task_low, task_high, seq_low, seq_high, first, frames, gens, units = head
     if min(frames, gens, units, first) < 0 or _COPY_WORDS + frames + gens + units != len(body):
         raise ProtocolError(f"a copy of {len(body)} words with {frames} frames, {gens} gens, {units} units")
-    if kind not in (Kind.LOAD, Kind.OFFLOAD) or not 0 <= lane < LANES:
+    if kind not in _KINDS or lane not in _LANES:
         raise ProtocolError(f"a copy of kind {kind} in lane {lane}: unknown")
     if kind == Kind.LOAD and gens != frames:
         raise ProtocolError(f"a load of {frames} frames with {gens} gens")
     at = _COPY_WORDS
     return Copy(
-        task=_join(body[4], body[5]),
-        kind=Kind(kind),
-        lane=Lane(lane),
-        seq=_join(body[6], body[7]),
-        frames=body[at : at + frames],
-        gens=body[at + frames : at + frames + gens].view(np.uint32),
-        units=body[at + frames + gens :],
-        first=first,
+        _join(task_low, task_high),
+        _KINDS[kind],
+        _LANES[lane],
+        _join(seq_low, seq_high),
+        body[at : at + frames],
+        body[at + frames + gens :],
+        first,
+        body[at + frames : at + frames + gens].view(np.uint32),
     )
 
 
@@ -245,8 +255,8 @@ def _split(number: int) -> tuple[int, int]:
     return low - (1 << 32) if low >= _INT31 else low, number >> 32
 
 
-def _join(low: np.int32, high: np.int32) -> int:
-    number = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
+def _join(low: int, high: int) -> int:
+    number = (high << 32) | (low & 0xFFFFFFFF)
     if number <= 0:
         raise ProtocolError(f"{number} as the name of a task or a sequence number: expected 1 or more")
     return number

@@ -107,13 +107,15 @@ class Progress:
     def read(self, failed: int = 0) -> Seen:
         """What is done now, and what failed since the reading that returned `failed`."""
         # Done before failures: a task's failure is written first, so it is in what is read after.
-        done = tuple(int(word) for word in self.words[:LANES])
+        done = tuple(self.words[:LANES].tolist())
         count = int(self.words[LANES])
-        ring = self.words[_RING:].copy()
+        if count == failed:
+            return Seen(done, [], False, count)
+        ring = self.words[_RING:].tolist()
         # The entry before the ring's oldest may be under the writer's hand, after the count was read too.
         begin = max(failed, int(self.words[LANES]) - FAILURES + 1, 0)
         failures = [
-            Failure(int(ring[2 * (at % FAILURES)]), Reason(int(ring[2 * (at % FAILURES) + 1])))
+            Failure(ring[2 * (at % FAILURES)], Reason(ring[2 * (at % FAILURES) + 1]))
             for at in range(begin, count)
         ]
         return Seen(done, failures, begin > failed, count)
