@@ -61,7 +61,7 @@ def main() -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("kvtier", "tests", "examples"):
+        for name in ("kvtier", "tests", "examples", "docs"):
             shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("setup.cfg", "pyproject.toml"):
             shutil.copy(REPO / name, copy / name)

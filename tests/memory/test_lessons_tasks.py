@@ -15,11 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvtier.errors import UsageError, WrongThreadError
-from kvtier.memory import (
-    KvCacheAllocator,
-    PagedStrategy,
-    Prefix,
-)
+from kvtier.memory import KvCacheAllocator, PagedStrategy, Prefix
 from tests.memory.parts import PAGE, make_tasks, run, snapshot
 
 
