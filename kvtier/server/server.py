@@ -47,8 +47,10 @@ MAX_CONNECTIONS = 512
 """On the attach socket: twice the sessions, so that newcomers can be refused by name."""
 STRANGER_S = 10.0
 """How long a connection may stay without a session."""
-OPEN_FILES = 4096
+OPEN_FILES = 16_384
 """Descriptors: for each session connection, pidfd and data socket, and for each chunk one."""
+OWN_FILES = 320
+"""Of these, the sidecar's own: chunks, tables, sockets, locks."""
 HIGH_WATER_MARK = 64
 """Messages that wait in one direction for one peer."""
 SWEEP_S = 1.0
@@ -79,7 +81,9 @@ class Server:
 
     def __init__(self, run_dir: str | Path, pool_bytes: int, *, patience_s: float = 10.0) -> None:
         preflight.require(preflight.run(pool_bytes))
-        _raise_open_files()
+        # A peer costs up to three descriptors: connection, pidfd, data socket. libzmq ends the process when
+        # it finds none for a newcomer (seen), so the attach socket leaves it some, and the pool its chunks.
+        self._room = min(MAX_CONNECTIONS, max((_raise_open_files() - OWN_FILES) // 4, 8))
         # Milliseconds since the epoch rise with each start (R1), without a file that outlives the server.
         self._state = State(pool_bytes, server_gen=time.time_ns() // 1_000_000, patience_s=patience_s)
         self._stopping = False
@@ -254,7 +258,7 @@ class Server:
     # --- the attach socket ---
 
     def _accept(self) -> None:
-        for connection in self._listener.accept(room=MAX_CONNECTIONS - len(self._connections)):
+        for connection in self._listener.accept(room=self._room - len(self._connections)):
             self._connections.add(connection)
             self._selector.register(
                 connection.fileno(), selectors.EVENT_READ, partial(self._hear, connection)
@@ -392,9 +396,11 @@ def _said_plainly(run_dir: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _raise_open_files() -> None:
-    """Many hosts start processes with room for 1,024 descriptors; raise that as far as they allow."""
+def _raise_open_files() -> int:
+    """The limit. Many hosts start processes with 1,024 descriptors; that is raised as far as they allow."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft

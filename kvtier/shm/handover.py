@@ -151,7 +151,9 @@ def answer(sock: socket.socket, deadline: float) -> tuple[dict[str, Any], list[i
 
 
 def readable(sock: socket.socket, deadline: float) -> bool:
-    return bool(select.select([sock], [], [], max(0.0, deadline - time.monotonic()))[0])
+    poller = select.poll()  # not select: engines have more than 1,024 descriptors
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def attach_request(message: dict[str, Any]) -> AttachRequest:

@@ -181,7 +181,9 @@ class Pool:
         pidfd = os.pidfd_open(self._pid)
         try:
             # It was killed or has closed its socket: a moment, unless the kernel is stuck.
-            if not select.select([pidfd], [], [], _CHILD_END_S)[0]:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            if not poller.poll(_CHILD_END_S * 1000):
                 return None
         finally:
             os.close(pidfd)
