@@ -276,20 +276,19 @@ class PrefixTree:
         return low if node.parent is None else node
 
     def _join_up(self, low: Node) -> None:
-        """Join `low` with the parents that it can absorb; they are left with parent None."""
+        """Join `low`, no root, with the parents that it can absorb; they are left with parent None."""
         run = [low]
         pages = low.count
-        above = low.parent
-        while above is not None and above.parent is not None:
-            children = above.children
-            if children is None or len(children) != 1 or not _joins(above, low):
+        above: Node = low.parent  # type: ignore[assignment]  # no root
+        while above.parent is not None:
+            if len(_children(above)) != 1 or not _joins(above, low):
                 break
             if pages + above.count > MAX_MERGED_PAGES:
                 break
             pages += above.count
             run.append(above)
             above = above.parent
-        if len(run) == 1 or above is None:
+        if len(run) == 1:
             return
         run.reverse()
         low.edge = b"".join([item.edge for item in run])

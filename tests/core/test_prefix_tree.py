@@ -332,30 +332,82 @@ def break_listed(tree: PrefixTree, root: Root, node: Node) -> None:
     tree.policy.add(root)
 
 
+def break_empty(tree: PrefixTree, root: Root, node: Node) -> None:
+    node.count = 0
+
+
 @pytest.mark.parametrize(
-    "breaks",
+    ("breaks", "words"),
     [
-        break_count,
-        break_held,
-        break_nodes,
-        break_policy,
-        break_edge,
-        break_values,
-        break_key,
-        break_link,
-        break_root,
-        break_holds,
-        break_total,
-        break_root_holds,
-        break_listed,
+        (break_count, r"5 pages counted, 4 there"),
+        (break_held, r"1 held pages counted, 0 there"),
+        (break_nodes, r"2 nodes counted, 3 there"),
+        (break_policy, r"an idle leaf is not in the policy"),
+        (break_edge, r"edge and count differ"),
+        (break_values, r"values and count differ"),
+        (break_key, r"key is not the edge's first"),
+        (break_link, r"parent does not have the node"),
+        (break_root, r"root differs from the parent's"),
+        (break_holds, r"holds"),
+        (break_total, r"root counts 3 pages, has 4"),
+        (break_root_holds, r"holds of a root"),
+        (break_listed, r"3 leaves in the policy, 2 idle"),
+        (break_empty, r"a node is empty"),
     ],
 )
-def test_check_notices(breaks):
+def test_check_notices(breaks, words: str):
     tree, root = tree_of((b"abX", 0), (b"abY", 10))
     tree.check()
     breaks(tree, root, tree.match(root, b"abX").node)
-    with pytest.raises(BrokenInvariantError, match="broken invariant"):
+    with pytest.raises(BrokenInvariantError, match=f"^broken invariant: {words}$"):
         tree.check()
+
+
+def test_loose_nodes_and_leaves_are_counted_in():
+    tree, _ = tree_of((b"abX", 0), (b"abY", 10))
+    tree.nodes += 2
+    with pytest.raises(BrokenInvariantError, match="5 nodes counted, 3 there"):
+        tree.check()
+    tree.check(loose_nodes=2)
+    with pytest.raises(BrokenInvariantError, match="2 leaves in the policy, 3 idle"):
+        tree.check(loose_nodes=2, loose_leaves=1)
+
+
+def test_merging_heals_every_chain_on_the_way_up():
+    names = (b"a", b"ab", b"abP", b"abc", b"abcd", b"abcdX", b"abcdY")
+    tree, root = tree_of(*[(name, 0) for name in names])
+    tree.merge(tree.match(root, b"abcdX").node)
+    assert sorted(node.edge for node in tree.walk(root)) == [b"P", b"X", b"Y", b"ab", b"cd"]
+    tree.check()
+
+
+def test_merging_any_of_a_chain_returns_the_one_that_is_left():
+    for at in range(4):
+        tree, root = tree_of((b"a", 0), (b"ab", 0), (b"abc", 0), (b"abcd", 0))
+        tree.touch(tree.match(root, b"ab").node)
+        chain = tree.path(tree.match(root, b"abcd").node)
+        assert len(chain) == 4
+        # From one of them its only child joins, and all above; the rest joins from further down.
+        left = tree.merge(chain[at])
+        assert left is chain[min(at + 1, 3)]
+        assert all(node.parent is None for node in chain[: min(at + 1, 3)])
+        assert left.stamp == (tree.tick if at else chain[1].stamp)
+        tree.check()
+
+
+def test_halves_of_a_split_are_equally_old():
+    tree, root = tree_of((b"abcd", 0), (b"wx", 10))
+    find(tree, root, b"ab")
+    assert list(tree.evict(5)) == [3, 2, 1, 0, 11]
+
+
+def test_what_was_taken_out_is_linked_to_nothing():
+    tree, root = tree_of((b"abX", 0), (b"abY", 10), (b"cd", 20))
+    leaf = tree.match(root, b"cd").node
+    assert tree.truncate(leaf, 1).typecode == "i"
+    tree.remove(leaf)
+    nodes = tree.cut(find(tree, root, b"ab"))
+    assert [(node.parent, node.children) for node in [leaf, *nodes]] == [(None, None)] * 4
 
 
 def test_the_lru_is_in_order_of_use():
