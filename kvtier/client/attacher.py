@@ -140,7 +140,21 @@ class Attacher:
                 return None
             self._failed(KVTierError(found.text))
             return None
-        socket = self._context.socket(zmq.DEALER)
+        link = None
+        try:
+            socket = self._context.socket(zmq.DEALER)
+            try:
+                link = self._hello(found, socket)
+            finally:
+                if link is None:
+                    socket.close(0)
+        finally:
+            if link is None:  # whatever went wrong: nothing of it may stay open
+                found.close()
+        return link
+
+    def _hello(self, found: Attachment, socket: zmq.Socket[bytes]) -> Link | None:
+        """Tie `socket` to the new session; None when there is no good answer."""
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, MAX_UNANSWERED)
@@ -153,13 +167,9 @@ class Attacher:
             socket.send(encode_request(Request(0, found.server_gen, found.sid, Hello())))
             reply = decode_reply(socket.recv())
         except (zmq.Again, ProtocolError) as error:
-            socket.close(0)
-            found.close()
             self._failed(None, f"attached, but hello had no answer ({error})")
             return None
         if not isinstance(reply.body, HelloReply):
-            socket.close(0)
-            found.close()
             self._failed(None, f"attached, but hello was answered: {reply.text}")
             return None
         found.poll_chunks()
