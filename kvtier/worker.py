@@ -77,7 +77,7 @@ class Worker:
             where, layout=buffers.layout, group=name, ranks=1, attach_timeout_s=ATTACH_WAIT_S
         )
         try:
-            self._mover = Mover(buffers, where, name, 0, 1, copier=copier)
+            self._mover = Mover(buffers, where, name, 0, 1, copier=copier, attach_timeout_s=ATTACH_WAIT_S)
         except BaseException:
             self._client.close()
             raise
@@ -191,8 +191,7 @@ class Worker:
     def close(self, timeout_s: float = 5.0) -> None:
         """End in bounded time: copies under way may finish, but are waited for no longer than `timeout_s`.
 
-        An attempt to attach that is under way may add its own bound, about 2 s. Copies that have not ended by
-        then keep their frames until this process is gone (R11).
+        Copies that have not ended by then keep their frames until this process is gone (R11).
         """
         if self._closed:
             return

@@ -55,7 +55,8 @@ class Attacher:
     """The thread that attaches, again and again if need be, and hands over what it made.
 
     It makes the socket and says hello too, so that the owner never waits. `bell` (an eventfd) is readable
-    when something was made. It owns the zmq context, and ends it after the owner has called `stop`.
+    when something was made. It owns the zmq context and the bell, and ends them after the owner has called
+    `stop`.
     """
 
     def __init__(self, run_dir: Path, request: AttachRequest, writable: bool | None) -> None:
@@ -90,12 +91,15 @@ class Attacher:
             self._wanted = True
             self._change.notify()
 
-    def stop(self) -> None:
-        """End the thread. An attempt under way is waited for, at most its own bound."""
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, and wait for that at most `timeout_s`.
+
+        An attempt that is under way runs out by itself, within its own bound, and gives back what it made.
+        """
         with self._change:
             self._stopping = True
             self._change.notify()
-        self._thread.join(2 * ATTEMPT_S + 0.5)
+        self._thread.join(max(timeout_s, 0.0))
 
     def _run(self) -> None:
         give_way()  # for zmq's own threads too, which are started with the first socket

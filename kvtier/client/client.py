@@ -376,21 +376,25 @@ class CacheClient:
         `quiet`: the last event on every lease has fired; with False its frames wait for this process's death
         (R11).
         """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         reply = self.call(Detach(quiet), timeout_s)
         if not self._closed and os.getpid() == self._pid:
-            self._let_go()
+            self._let_go(deadline)
         return reply
 
     def close(self, quiet: bool = True, timeout_s: float | None = None) -> None:
-        """Detach, and let go of everything. Bounded; can be called twice, and from any thread once the
-        owner is done. With quiet=False the mappings stay as they are until this process ends."""
+        """Detach, and let go of everything, in `timeout_s` (default: 1 s). Can be called twice, and from any
+        thread once the owner is done. With quiet=False the mappings stay as they are until this process ends.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         self._owner = threading.get_ident()
+        timeout_s = _CLOSE_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         if self._link is not None:
             self._work(time.monotonic())
-            self.call(Detach(quiet), _CLOSE_S if timeout_s is None else timeout_s)
-        self._let_go(keep=not quiet)
+            self.call(Detach(quiet), timeout_s)
+        self._let_go(deadline, keep=not quiet)
 
     def __enter__(self) -> CacheClient:
         return self
@@ -398,7 +402,7 @@ class CacheClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _let_go(self, keep: bool = False) -> None:
+    def _let_go(self, deadline: float, keep: bool = False) -> None:
         self._closed = True
         link, self._link = self._link, None
         self._answer_all("closed")
@@ -411,7 +415,7 @@ class CacheClient:
                 else:
                     attachment.close()
         self._old = None
-        self._attacher.stop()
+        self._attacher.stop(deadline - time.monotonic())
 
     # --- within ---
 

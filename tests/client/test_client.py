@@ -11,9 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from kvtier.client import CacheClient
+from kvtier.client import CacheClient, attacher
 from kvtier.errors import GeometryError, Status, UsageError, WrongThreadError
 from kvtier.keys import Namespace, PageChain
+from kvtier.shm.attach import Refusal, connect
 from kvtier.wire.messages import (
     BeginLoad,
     BeginStore,
@@ -530,3 +531,46 @@ def test_replies_are_typed(pair):
     (reply,) = planner.poll()
     assert isinstance(reply.body, StoreReply)
     planner.abort([End(number, ALL)])
+
+
+def test_close_does_not_wait_for_an_attempt_to_attach(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def connect_at_last(*args, **kwargs):
+        begun.set()
+        go_on.wait(60)
+        return Refusal(Status.AWAY, "nobody")
+
+    monkeypatch.setattr(attacher, "connect", connect_at_last)
+    before = threading.active_count()
+    client = CacheClient(tmp_path / "run", layout=layout(), group="g", attach_timeout_s=0.0)
+    try:
+        assert begun.wait(30)
+        started = time.monotonic()
+        client.close(timeout_s=0.01)
+        assert time.monotonic() - started < attacher.ATTEMPT_S
+    finally:
+        go_on.set()
+    # What the attempt leaves is let go of all the same.
+    until(lambda: threading.active_count() == before, "the attaching thread did not end")
+
+
+def test_a_session_made_while_the_client_was_closed_is_given_back(sidecar, monkeypatch):
+    made, go_on = threading.Event(), threading.Event()
+
+    def connect_slowly(*args, **kwargs):
+        attachment = connect(*args, **kwargs)
+        made.set()
+        go_on.wait(60)
+        return attachment
+
+    monkeypatch.setattr(attacher, "connect", connect_slowly)
+    before = sidecar.stats()["sessions_attached"]
+    client = CacheClient(sidecar.run_dir, layout=layout(), group="g", attach_timeout_s=0.0)
+    try:
+        assert made.wait(30)
+        client.close(timeout_s=0.01)
+        assert sidecar.stats()["sessions_attached"] == before + 1
+    finally:
+        go_on.set()
+    until(lambda: sidecar.stats()["sessions_attached"] == before, "the session was left over")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +18,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import kvtier.worker
 from kvtier import KVBuffers, KVLayout, Plane, Worker
+from kvtier.client import attacher
 from kvtier.device.testing import HeldCopier
+from kvtier.errors import Status
+from kvtier.shm.attach import Refusal
 from kvtier.tasks import TaskState
 from tests.server.sidecar import Sidecar, until
 from tests.worker.engine import OPTIONS, attached, buffers, chain_of, finals, found
@@ -122,6 +127,27 @@ def test_close_against_a_sidecar_that_stands_still_is_bounded(sidecar, run_dir):
     sidecar.send(signal.SIGSTOP)
     worker.ask("b", chain_of(range(300, 460)))
     worker.close(0.5)
+
+
+def test_close_does_not_wait_for_attempts_to_attach(run_dir, monkeypatch):
+    attempts, go_on = threading.Semaphore(0), threading.Event()
+
+    def connect_at_last(*args, **kwargs):
+        attempts.release()
+        go_on.wait(60)
+        return Refusal(Status.AWAY, "nobody")
+
+    monkeypatch.setattr(attacher, "connect", connect_at_last)
+    monkeypatch.setattr(kvtier.worker, "ATTACH_WAIT_S", 0.0)
+    worker = Worker(buffers(), run_dir=run_dir, options=OPTIONS)
+    try:
+        assert attempts.acquire(timeout=30)  # the planner's client
+        assert attempts.acquire(timeout=30)  # the mover's
+        begun = time.monotonic()
+        worker.close(0.1)
+        assert time.monotonic() - begun < attacher.ATTEMPT_S
+    finally:
+        go_on.set()
 
 
 def test_a_killed_sidecar_is_missed_and_the_next_one_used(sidecar, run_dir):
