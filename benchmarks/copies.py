@@ -17,11 +17,8 @@ that others use too it is the steadier of the two.
 from __future__ import annotations
 
 import os
-import select
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import numpy.typing as npt
 import torch
+from sidecars import serving
 
 from kvtier.client import CacheClient
 from kvtier.errors import Status
@@ -233,30 +231,15 @@ def report(row_bytes: int, bench: Bench, seconds: dict[str, list[Seconds]]) -> N
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        for row_bytes, heads, head_dim, page_tokens in ((4096, 4, 128, 64), (1536, 3, 64, 176)):
-            run_dir = Path(folder) / f"{row_bytes}"
-            server = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.cli.main", "serve", "--size", POOL, "--run-dir", str(run_dir)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+    for row_bytes, heads, head_dim, page_tokens in ((4096, 4, 128, 64), (1536, 3, 64, 176)):
+        with serving(POOL) as run_dir:
+            bench = Bench(run_dir, heads, head_dim, page_tokens)
             try:
-                out = server.stdout
-                if out is None or not select.select([out], [], [], 30)[0] or not out.readline():
-                    raise SystemExit("the sidecar did not come up in 30 s")
-                bench = Bench(run_dir, heads, head_dim, page_tokens)
-                try:
-                    bench.wait_whole()
-                    measure(bench, 1)  # faults, first touches
-                    report(row_bytes, bench, measure(bench, ROUNDS))
-                finally:
-                    bench.close()
+                bench.wait_whole()
+                measure(bench, 1)  # faults, first touches
+                report(row_bytes, bench, measure(bench, ROUNDS))
             finally:
-                server.terminate()
-                server.wait(30)
-                if server.stdout is not None:
-                    server.stdout.close()
+                bench.close()
     return 0
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import select
 import signal
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import sidecars
 
 from kvtier.client import CacheClient
 from kvtier.config import GIB
@@ -35,30 +35,6 @@ LAYOUT = KVLayout(64, ((Plane("kv", 512),),), "bench")
 """32 KiB pages: 32,768 frames in a pool of 1 GiB."""
 
 
-def serve(run_dir: Path, size: str = "1GiB") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "kvtier.cli.main",
-            "serve",
-            "--size",
-            size,
-            "--run-dir",
-            str(run_dir),
-            "--quiet",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_until_ready(process: subprocess.Popen[str]) -> None:
-    if process.stdout is None or not select.select([process.stdout], [], [], 30)[0]:
-        raise SystemExit("the sidecar did not come up")
-    process.stdout.readline()
-
-
 def private_bytes(pid: int) -> int:
     """Memory that only this process has, from smaps_rollup."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -66,28 +42,21 @@ def private_bytes(pid: int) -> int:
 
 
 def first_lookup_s(run_dir: Path) -> float:
-    """Seconds from exec of `kvtier serve` to the answer of a client's first look-up, the attach included."""
+    """Seconds from the start of `kvtier serve` (that of its launcher too, a bare Python) to the answer of a
+    client's first look-up, the attach included."""
     keys = bytes(32 * PAGES)
     started = time.perf_counter()
-    process = serve(run_dir)
-    wait_until_ready(process)
+    process = sidecars.start(run_dir, "1GiB")
     with CacheClient(run_dir, layout=LAYOUT, group="start", timeout_s=5.0) as client:
         while not client.attached:
             client.wait(0.01)
             client.poll()
         status = client.lookup(b"n" * 16, keys).status
         took = time.perf_counter() - started
-    end(process)
+    sidecars.stop(process)
     if status != Status.OK:
         raise SystemExit(f"the first look-up was answered {status.name}")
     return took
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
-    process.wait(30)
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def client_process(run_dir: Path, name: str, seconds: float) -> None:
@@ -133,29 +102,22 @@ def client_process(run_dir: Path, name: str, seconds: float) -> None:
 
 
 def load_test(run_dir: Path, clients: int, seconds: float) -> None:
+    command = [sys.executable, __file__, "--seconds", str(seconds), "--client"]
     processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                "--client",
-                f"{clients}-{number}",
-                str(run_dir),
-                "--seconds",
-                str(seconds),
-            ],
+        sidecars.children.start(
+            [*command, f"{clients}-{number}", str(run_dir)],
+            signal.SIGKILL,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         for number in range(clients)
     ]
     for process in processes:
-        if process.stdout is None or process.stdout.readline() != "ready\n":
+        if process.stdout is None or process.stdout.readline() != b"ready\n":
             raise SystemExit("a client did not come up")
     for process in processes:
         if process.stdin is not None:
-            process.stdin.write("go\n")
+            process.stdin.write(b"go\n")
             process.stdin.flush()
     results = [json.loads(process.communicate()[0]) for process in processes]
     decisions = sum(len(times) for result in results for times in result.values())
@@ -181,19 +143,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         starts = [first_lookup_s(Path(folder) / "run") for _ in range(7)]
         print(
-            "exec of `kvtier serve` to the first answered look-up: "
+            "start of `kvtier serve` to the first answered look-up: "
             f"median {statistics.median(starts) * 1000:.0f} ms"
             f" of 7 ({min(starts) * 1000:.0f} to {max(starts) * 1000:.0f})"
         )
-        process = serve(Path(folder) / "run")
-        wait_until_ready(process)
-        for clients in (1, 4):
-            load_test(Path(folder) / "run", clients, chosen.seconds)
-        print(
-            f"server with a pool of {GIB // LAYOUT.page_bytes:,} pages, 1 GiB: "
-            f"{private_bytes(process.pid) / 1e6:.1f} MB private memory"
-        )
-        end(process)
+        process = sidecars.start(Path(folder) / "run", "1GiB")
+        try:
+            for clients in (1, 4):
+                load_test(Path(folder) / "run", clients, chosen.seconds)
+            print(
+                f"server with a pool of {GIB // LAYOUT.page_bytes:,} pages, 1 GiB: "
+                f"{private_bytes(process.pid) / 1e6:.1f} MB private memory"
+            )
+        finally:
+            sidecars.stop(process)
 
 
 if __name__ == "__main__":

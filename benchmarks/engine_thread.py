@@ -13,20 +13,18 @@ trip. A round in which the sidecar answered too late for a hit is counted as spo
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from sidecars import serving
 
 from kvtier import KVBuffers, KVLayout, Namespace, Options, PageChain, Plane, Worker
 from kvtier.tasks import Task, TaskState
@@ -131,39 +129,20 @@ LAYOUT = KVLayout(PAGE_TOKENS, ((Plane("kv", ROW_BYTES),),), "benchmark of the e
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        run_dir = Path(folder) / "run"
-        command = [
-            sys.executable,
-            "-m",
-            "kvtier.cli.main",
-            "serve",
-            "--size",
-            POOL,
-            "--run-dir",
-            str(run_dir),
-            "-q",
-        ]
-        sidecar = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            if sidecar.stdout is None or not sidecar.stdout.readline():
-                raise RuntimeError("the sidecar did not come up")
-            plane = torch.zeros((max(tokens for tokens, _, _ in SHAPES), ROW_BYTES), dtype=torch.uint8)
-            options = Options(max_inflight_bytes=1 << 30)
-            with Worker(KVBuffers(LAYOUT, (plane,)), run_dir=run_dir, options=options) as worker:
-                if not worker.wait_attached(20):
-                    raise RuntimeError("the worker did not attach")
-                for tokens, chunk, rounds in SHAPES:
-                    clock, whole = Clock(), 0
-                    for number in range(rounds + 2):
-                        whole += one_round(worker, Clock() if number < 2 else clock, number, tokens, chunk)
-                    clock.show(
-                        f"prompts of {tokens} tokens ({tokens // PAGE_TOKENS} pages), chunks of {chunk}, "
-                        f"{rounds} rounds, {rounds + 2 - whole} spoilt"
-                    )
-        finally:
-            sidecar.terminate()
-            sidecar.wait(20)
+    with serving(POOL) as run_dir:
+        plane = torch.zeros((max(tokens for tokens, _, _ in SHAPES), ROW_BYTES), dtype=torch.uint8)
+        options = Options(max_inflight_bytes=1 << 30)
+        with Worker(KVBuffers(LAYOUT, (plane,)), run_dir=run_dir, options=options) as worker:
+            if not worker.wait_attached(20):
+                raise RuntimeError("the worker did not attach")
+            for tokens, chunk, rounds in SHAPES:
+                clock, whole = Clock(), 0
+                for number in range(rounds + 2):
+                    whole += one_round(worker, Clock() if number < 2 else clock, number, tokens, chunk)
+                clock.show(
+                    f"prompts of {tokens} tokens ({tokens // PAGE_TOKENS} pages), chunks of {chunk}, "
+                    f"{rounds} rounds, {rounds + 2 - whole} spoilt"
+                )
     return 0
 
 

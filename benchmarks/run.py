@@ -8,10 +8,12 @@ benchmark that fails makes the whole run fail, at the end.
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import sys
 import time
 from pathlib import Path
+
+from sidecars import children
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = {
@@ -34,8 +36,12 @@ def main() -> int:
     for name in names:
         started = time.monotonic()
         print(f"\n=== {name}: {PROGRAMS[name]}", flush=True)
-        if subprocess.run([sys.executable, str(HERE / f"{name}.py")]).returncode:
-            failed.append(name)
+        program = children.start([sys.executable, str(HERE / f"{name}.py")], signal.SIGTERM)
+        try:
+            if program.wait():
+                failed.append(name)
+        finally:
+            children.stop(program, term_s=5.0)
         print(f"--- {name}: {time.monotonic() - started:.0f} s", flush=True)
     print(f"\nall in {time.monotonic() - begun:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

@@ -10,16 +10,11 @@ one after the other, against the same without.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 import torch  # noqa: E402
+from sidecars import serving  # noqa: E402
 
-import children  # noqa: E402
 from mini_engine.engine import Engine, Phase, Request  # noqa: E402
 from mini_engine.model import Llama  # noqa: E402
 from mini_engine.weights import bundled_gguf, chat_prompt, default_cache, load_tokenizer, prepare  # noqa: E402
@@ -41,30 +36,6 @@ COLD_ROUNDS = 2
 HIT_ROUNDS = 5
 BLOCKS, BLOCK_S = 3, 1.5
 """Decoding with and without loads: so many blocks of each, so long."""
-
-
-@contextlib.contextmanager
-def sidecar(size: str) -> Iterator[Path]:
-    """A sidecar on a run directory of its own; ends with the block, or with this process."""
-    run_dir = Path(tempfile.gettempdir()) / f"kvtier-bench-{secrets.token_hex(4)}"
-    command = [
-        sys.executable,
-        "-m",
-        "kvtier.cli.main",
-        "serve",
-        "--quiet",
-        "--size",
-        size,
-        "--run-dir",
-        str(run_dir),
-    ]
-    child = children.start(command, signal.SIGTERM, stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        yield run_dir
-    finally:
-        children.stop(child, term_s=10.0)
 
 
 class Bench:
@@ -253,7 +224,7 @@ def others_during_loads(bench: Bench) -> None:
 def main() -> None:
     folder = prepare(bundled_gguf(), default_cache())
     print(f"SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    with sidecar("768MiB") as run_dir:
+    with serving("768MiB") as run_dir:
         bench = Bench(run_dir, folder)
         try:
             cold_and_hits(bench, transformers_prefill(folder, bench.prompt))
