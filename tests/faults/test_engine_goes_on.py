@@ -1,7 +1,7 @@
 """A real engine serves random requests while its sidecar is killed, stopped and restarted at random steps.
 
 Its tokens are always those of an engine without kvtier; no call raises, no step hangs. `KVTIER_ENGINE_S` says
-for how many seconds (default 4).
+for how many seconds (default 3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mini_engine.engine import Engine, Phase, Request
 from tests.engine import tiny
 from tests.server.sidecar import Sidecar
 
-ENGINE_S = float(os.environ.get("KVTIER_ENGINE_S", "4"))
+ENGINE_S = float(os.environ.get("KVTIER_ENGINE_S", "3"))
 SEED = int(os.environ.get("KVTIER_ENGINE_SEED", "1"))
 HANGS_S = 3.0
 PAGE = 16

@@ -158,7 +158,7 @@ def test_the_sidecar_too_is_killed_and_started_again(tmp_path):
         soak.end()
         told(nursery, soak, sidecar)
         assert nursery.wrong() == []
-        assert kills > 2
+        assert kills > 1
         counts = nursery.counts()
         assert counts["protocol_violations"] == 0
         assert counts["attachments_lost"] > kills // 2
