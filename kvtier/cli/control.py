@@ -1,12 +1,18 @@
 """The way from a command to the sidecar's control: one connection over rpyc, and what can go wrong with it.
 
-Exit codes of every command that uses it: 0 done, 1 refused or failed, 2 wrong usage, 3 no sidecar.
+Beside `kvtier.server.admin` the only place that imports rpyc. Exit statuses of the commands that use it: 0
+done, 1 refused or failed, 2 wrong usage, 3 no sidecar.
 """
 
 from __future__ import annotations
 
+import json
+import select
 import socket
+import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +25,7 @@ from kvtier.server.framing import Framed
 from kvtier.shm.rundir import ADMIN_SOCKET, check_run_dir
 
 REFUSED, NO_SIDECAR = 1, 3
-TIMEOUT_S = 10.0
+TIMEOUT_S = 7.0
 """How long the sidecar may take to answer: longer than its own bound, so that it can say what is wrong."""
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -30,6 +36,13 @@ class NoSidecarError(Exception):
     """No sidecar listens there, or it went away."""
 
 
+class _Connection(Connection):  # type: ignore[misc]  # rpyc has no types
+    def close(self) -> None:
+        """Hang up. rpyc's own would ask the sidecar first, and wait."""
+        if not self.closed:
+            self._cleanup()
+
+
 class Control:
     """A sidecar's control; `call` its methods (`kvtier.server.admin`). Ends with the block."""
 
@@ -38,11 +51,15 @@ class Control:
         self._run_dir = run_dir
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(TIMEOUT_S)
+            # The kernel's own timeout: Python's would not wait at all where many others are waiting.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
             sock.connect(str(check_run_dir(run_dir) / ADMIN_SOCKET))
         except (FileNotFoundError, ConnectionError):
             sock.close()
             raise NoSidecarError(f"no sidecar runs at {run_dir}") from None
+        except OSError as error:
+            sock.close()
+            fail(f"cannot reach the sidecar at {run_dir}: {error}")
         except BaseException:
             sock.close()
             raise
@@ -52,10 +69,9 @@ class Control:
             "allow_safe_attrs": False,
             "allow_exposed_attrs": False,
             "sync_request_timeout": TIMEOUT_S,
-            "close_catchall": True,
             "bind_threads": False,
         }
-        self._connection = Connection(
+        self._connection = _Connection(
             VoidService(), Framed(sock, MAX_ANSWER_BYTES, MAX_ANSWER_BYTES), settings
         )
 
@@ -79,6 +95,13 @@ class Control:
         except Exception as error:  # noqa: BLE001  # the sidecar's own, of a type that rpyc makes up
             fail(f"the sidecar at {self._run_dir} refused: {error.args[0] if error.args else error!r}")
 
+    def wait(self, timeout_s: float) -> None:
+        """Let that much time pass, or less when the sidecar ends."""
+        if not self._connection.closed:
+            poller = select.poll()
+            poller.register(self._connection.fileno(), select.POLLIN)
+            poller.poll(timeout_s * 1000)
+
     def __enter__(self) -> Control:
         return self
 
@@ -86,12 +109,29 @@ class Control:
         self._connection.close()
 
 
-def connect(run_dir: Path) -> Control:
-    """As `Control`; ends the command when no sidecar is there."""
+@contextmanager
+def connect(run_dir: Path) -> Iterator[Control]:
+    """A `Control`; the command ends when no sidecar is there, or it goes away."""
     try:
-        return Control(run_dir)
+        with Control(run_dir) as control:
+            yield control
     except NoSidecarError as error:
         fail(str(error), NO_SIDECAR)
+
+
+def checked(answer: Values) -> Values:
+    """The answer without its `ok` and `text`; ends the command when it is a refusal."""
+    text = str(answer.pop("text"))
+    if not answer.pop("ok"):
+        fail(text)
+    if text:
+        print(f"kvtier: {text}", file=sys.stderr)
+    return answer
+
+
+def show_json(values: object) -> None:
+    """For programs: one JSON value on stdout."""
+    print(json.dumps(values, indent=2))
 
 
 def fail(text: str, code: int = REFUSED) -> NoReturn:

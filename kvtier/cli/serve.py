@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +18,7 @@ from kvtier.server.server import Server
 def serve(size: str, run_dir: Path | None, quiet: bool) -> None:
     """Serve until SIGINT or SIGTERM; then end in bounded time, and remove what was made.
 
+    A second signal ends it at once; what it then leaves in the run directory does not stop the next one.
     The line on stdout says that clients can attach. The log goes to stderr.
     """
     logging.basicConfig(
@@ -30,11 +32,17 @@ def serve(size: str, run_dir: Path | None, quiet: bool) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal ended_by
         ended_by = number
+        for either in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(
+                either, signal.SIG_DFL
+            )  # the next one ends the process, whatever this one waits for
         if server is not None:
             server.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
+    # Beside the loop there is the admin thread: it gives the interpreter back after half a millisecond.
+    sys.setswitchinterval(0.0005)
     server = Server(run_dir or default_run_dir(), pool_bytes)
     where = server.run_dir
 

@@ -177,7 +177,9 @@ class Control:
             "ended": self._ended,
             "leases": self._left_running if self._ended else self._leases(),
             "sessions": len(self._state.sessions),
-            "seconds_left": max(0, math.ceil(self._deadline - now)) if draining and not self._ended else 0,
+            "seconds_left": max(0, math.ceil(round(self._deadline - now, 3)))
+            if draining and not self._ended
+            else 0,
         }
 
     def ended(self, now: float) -> bool:

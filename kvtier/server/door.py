@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 MAX_OPERATORS = 16
 """Connections at a time; the one that has been silent for longest makes room for a newcomer."""
+BACKLOG = 128
 MAX_REQUEST_BYTES = 4096
-MAX_UNREAD_BYTES = 4 << 20
+MAX_UNREAD_BYTES = 1 << 20
 """Answers that may wait for an operator who does not read."""
 SILENT_S = 300.0
 """How long a connection may say nothing."""
@@ -59,6 +60,8 @@ class Door:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rest = select.poll()
+        self._rest.register(self._bell, select.POLLIN)
         self._selector = selectors.DefaultSelector()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -67,7 +70,7 @@ class Door:
             self._socket.bind(str(self._path))
             # Nobody else can come between these lines: the directory is closed to others.
             self._path.chmod(0o600)
-            self._socket.listen(MAX_OPERATORS)
+            self._socket.listen(BACKLOG)
             self._selector.register(self._socket, selectors.EVENT_READ)
             self._selector.register(self._bell, selectors.EVENT_READ)
         except OSError:
@@ -127,27 +130,33 @@ class Door:
             elif now > operator.heard + SILENT_S:
                 self._hang_up(operator)
         if self._socket.fileno() in ready:
-            self._accept(now)
+            for _ in range(BACKLOG):
+                if not self._accept(now):
+                    break
         elif self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
             self._selector.register(self._socket, selectors.EVENT_READ)
         # The interpreter is the loop's: who floods gets a message a round, a thousand rounds a second.
-        select.select([self._bell], [], [], ROUND_S)
+        self._rest.poll(ROUND_S * 1000)
 
-    def _accept(self, now: float) -> None:
+    def _accept(self, now: float) -> bool:
+        """Let one more in; False when nobody waits."""
         try:
             sock, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):
-            return
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True  # it went away while it waited
         except OSError as error:
             log.warning("admin socket: %s", error)  # no descriptors left
             self._pause()
-            return
+            return False
         if len(self._operators) >= MAX_OPERATORS:
             self._hang_up(min(self._operators, key=lambda one: one.heard))
         operator = _Operator(sock, now)
         self._operators.add(operator)
         self._selector.register(operator.fd, selectors.EVENT_READ, operator)
+        return True
 
     def _pause(self) -> None:
         """Let nobody in for a while: they wait in the backlog, and the thread does not spin."""

@@ -37,7 +37,7 @@ def test_version():
 def test_help_names_the_commands():
     shown = kvtier("--help")
     assert shown.returncode == 0
-    for command in ("serve", "stats", "doctor"):
+    for command in ("serve", "stats", "sessions", "flush", "drain", "doctor"):
         assert command in shown.stdout
 
 
@@ -60,7 +60,7 @@ def test_the_run_directory_comes_from_the_environment(sidecar):
 
 def test_stats_without_a_sidecar_say_so(tmp_path):
     asked = kvtier("stats", "--run-dir", tmp_path / "none")
-    assert asked.returncode == 1
+    assert asked.returncode == 3
     assert str(tmp_path / "none") in asked.stderr
     assert "Traceback" not in asked.stderr
     assert not (tmp_path / "none").exists()

@@ -31,6 +31,41 @@ def test_a_signal_ends_it_in_bounded_time_and_nothing_is_left(tmp_path, number):
     assert not run_dir.exists()
 
 
+STUCK = """
+import sys, time
+from pathlib import Path
+from kvtier.cli.serve import serve
+from kvtier.server.server import Server
+
+def stuck(self):
+    print("ending", flush=True)
+    time.sleep(600)
+
+Server.close = stuck
+serve("16MiB", Path(sys.argv[1]), True)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once_and_the_next_one_starts(tmp_path, second):
+    """Also when its end, which the first one began, does not come."""
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvtier")
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "ending\n"
+        process.send_signal(second)
+        assert process.wait(30) == -second
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    with Sidecar(run_dir) as sidecar, Pair(sidecar) as pair:
+        assert pair.planner.lookup(b"n" * 16, b"").status == 0
+    assert not run_dir.exists()
+
+
 def memfds_of(pid: int) -> int:
     found = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -147,10 +182,11 @@ def sidecar_client(sidecar: Sidecar, base, shards: int):
 
 
 def test_nobody_of_it_imports_torch():
-    """No CUDA context, no seconds of start: neither server, client, wire and core, nor the command."""
+    """No CUDA context, no seconds of start: neither server, client, wire and core, nor the command. And no
+    rpyc before an operator comes."""
     code = (
         "import sys, kvtier.server.server, kvtier.client, kvtier.cli.main, kvtier.cli.serve;"
-        "sys.exit(any(name.split('.')[0] in ('torch', 'rich') for name in sys.modules))"
+        "sys.exit(any(name.split('.')[0] in ('torch', 'rich', 'rpyc') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
