@@ -221,7 +221,10 @@ class CacheClient:
         link = self._link
         if link is not None:
             watch.register(link.attachment.fileno(), select.POLLIN)
-            watch.register(link.fd, select.POLLIN)
+            if self._open:
+                watch.register(link.fd, select.POLLIN)
+            else:
+                link = None
         while True:
             # The socket's own descriptor is edge-triggered: only EVENTS tells what is there.
             if link is not None and link.readable():
@@ -490,7 +493,7 @@ class CacheClient:
         link = self._link
         if link is None:
             return
-        while link.readable():
+        while self._open and link.readable():  # with nothing unanswered there is nothing to come
             self._receive(link, link.socket.recv(_NOBLOCK))
             if self._link is not link:
                 return

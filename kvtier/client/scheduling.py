@@ -1,9 +1,15 @@
-"""How the threads beside an engine's own share its cores. Standard library only."""
+"""How the threads beside an engine's own share its cores, and its interpreter. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
+
+# A PyDLL's functions keep the interpreter's lock.
+_eventfd_write = ctypes.PyDLL(None, use_errno=True).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 def give_way() -> None:
@@ -15,3 +21,13 @@ def give_way() -> None:
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def ring(bell: int) -> None:
+    """Make the eventfd `bell` readable, as `os.eventfd_write`, without letting go of the interpreter.
+
+    Whoever wakes up takes the interpreter when it is next free: not now, when the caller would stand still
+    until it gets it back. Never blocks on a non-blocking `bell`.
+    """
+    if _eventfd_write(bell, 1) and ctypes.get_errno() != errno.EAGAIN:  # EAGAIN: it is full, so it rings
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

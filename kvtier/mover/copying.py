@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.client import CacheClient
-from kvtier.client.scheduling import give_way
+from kvtier.client.scheduling import give_way, ring
 from kvtier.device.base import Copier, KVBuffers, Page
 from kvtier.errors import GeometryError, KVTierError
 from kvtier.mover.lanes import Job, Lanes
@@ -32,8 +32,9 @@ IDLE_S = 1.0
 """The bell and the session's descriptors wake the thread; this is only a bound."""
 POLL_S = 0.02
 """While copies run, the session is looked at this often, and before each begin."""
-POPULATE_BYTES = 8 << 20
-"""What is faulted in at a time while there is nothing to copy: about as long as a piece."""
+POPULATE_BYTES = 1 << 20
+"""What is faulted in at a time while there is nothing to copy. Meanwhile whoever else in this process needs
+memory waits in the kernel."""
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,7 @@ class CopyThread:
         """Wake the thread. Any thread, any time."""
         with self._lock:
             if self._bell >= 0:
-                with contextlib.suppress(BlockingIOError):  # its counter is full, so it rings already
-                    os.eventfd_write(self._bell, 1)
+                ring(self._bell)
 
     def close(self, timeout_s: float) -> bool:
         """See `Mover.close`."""
