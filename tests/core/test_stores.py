@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.host_cache import HostCache
+from kvtier.core.results import NO_FRAMES
 from kvtier.core.writes import LOAD, STORE, Claim, Doom, Free, LeaseRecord, Ready, Reparent
 from kvtier.errors import Status, UsageError
 from tests.core.chains import NS, OTHER, Engine, keys, make, ready
@@ -141,6 +142,26 @@ def test_r6_a_full_pool_says_so_and_changes_nothing():
     cache.check()
 
 
+def test_r6_a_match_inside_a_node_leaves_the_rest_of_it_to_evict():
+    cache = make(8)
+    one = Engine(cache, "one")
+    one.fill("abcd")
+    one.store("wxyz")
+    assert Engine(cache, "two", sid=200).store("aX").taken == 1
+
+
+def test_r6_a_store_cannot_count_on_the_pages_that_it_pins():
+    cache = make(12)
+    one = Engine(cache, "one")
+    one.fill("ab")
+    assert one.store(range(6)).taken == 6
+    two = Engine(cache, "two", sid=200)
+    assert two.store("mnop").taken == 4
+    three = Engine(cache, "three", sid=300)
+    assert three.store("abc")[:7] == (Status.FULL, 2, NO_FRAMES, 0, 0, 1, "full")
+    assert cache.stats()["frames_held"] == 10
+
+
 def test_r6_a_load_of_nothing_is_a_miss_and_makes_no_lease():
     cache = make()
     engine = Engine(cache)
@@ -269,6 +290,68 @@ def test_r8_a_takeover_ends_before_pages_that_are_written_in_time():
     assert ready(cache, "abcd") == 4
 
 
+def test_r8_several_hung_stores_below_a_ready_prefix_are_taken_over_at_once():
+    cache = make()
+    hung, other = Engine(cache, "hung"), Engine(cache, "other", sid=200)
+    prefix = hung.fill("ab")
+    old = [*hung.store("abcd", now=0.0).frames, *hung.store("abcdef", now=0.0).frames]
+    cache.take_writes()
+    grant = other.store("abcdefg", now=20.0)
+    assert (grant.start, grant.taken, grant.pending, grant.reason, grant.epoch) == (2, 5, 0, "", 1)
+    writes = cache.take_writes()
+    (claim,) = [write for write in writes if isinstance(write, Claim)]
+    assert (claim.parent_frame, claim.parent_tag) == (prefix[1], keys("ab")[32:40])
+    doomed = [frame for write in writes if isinstance(write, Doom) for frame in write.frames]
+    assert sorted(doomed) == sorted(old)
+    assert other.finish().visible == 5
+    assert hung.finish(hung.number).superseded == hung.finish(hung.number - 1).superseded == 2
+    assert cache.stats()["frames_free"] == 32 - 7
+    cache.check()
+
+
+def test_r8_a_hung_store_that_was_split_counts_all_that_it_lost():
+    cache = make()
+    hung, other = Engine(cache, "hung"), Engine(cache, "other", sid=200)
+    hung.store("abcd", now=0.0)
+    other.store("abX", now=1.0)
+    other.abort()
+    assert other.store("abcd", now=20.0).taken == 4
+    assert hung.finish().superseded == 4
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_r8_a_takeover_may_end_anywhere_in_what_hung(room: int):
+    cache = make(24)
+    hung, other = Engine(cache, "hung"), Engine(cache, "other", sid=200)
+    hung.store("ab", now=0.0)
+    last = hung.store("abcd", now=0.0).frames
+    other.store(range(8 - room), now=0.0)
+    cache.take_writes()
+    grant = other.store("abcd", now=20.0)
+    assert (grant.start, grant.taken, grant.reason) == (0, room, "cap")
+    moved = [write for write in cache.take_writes() if isinstance(write, Reparent)]
+    child = {1: [1], 2: [last[0]], 3: [last[1]]}[room]
+    assert [write.frame for write in moved] == child
+    assert moved[0].parent_frame == grant.frames[-1]
+    cache.check()
+    assert other.finish().visible == room
+    hung.finish(1)
+    hung.finish(2)
+    assert ready(cache, "abcd") == 4
+    cache.check()
+
+
+def test_r8_hung_pages_beyond_pages_written_in_time_wait():
+    cache = make(64)
+    one, two, three = Engine(cache, "a"), Engine(cache, "b", sid=200), Engine(cache, "c", sid=300)
+    one.store("ab", now=0.0)
+    two.store("abcd", now=9.0)
+    one.store("abcdef", now=0.0)
+    grant = three.store("abcdefg", now=15.0)
+    assert (grant.start, grant.taken, grant.pending, grant.reason) == (0, 2, 4, "pending")
+    cache.check()
+
+
 def test_r8_time_frees_no_frame():
     cache = make()
     hung, other = Engine(cache, "hung"), Engine(cache, "other", sid=200)
@@ -378,6 +461,24 @@ def test_r28_a_store_gets_only_frames_that_the_group_has_mapped():
     cache.check()
 
 
+def test_r28_a_store_that_gets_no_mapped_frame_leaves_everything_as_it_was():
+    cache = make(40)
+    filler = Engine(cache, "filler")
+    filler.fill("abcd")
+    filler.store("abcdef")
+    cache.attach(200, "late", "planner", 0, 1, 0.0)
+    cache.attach(201, "late", "mover", 0, 1, 0.0)
+    cache.mapped(201, 4)
+    before = cache.stats()
+    grant = cache.begin_store(200, 1, NS, keys("abcdefg"), 1, 0.0)
+    assert grant[:7] == (Status.FULL, 6, NO_FRAMES, 0, 2, 1, "unmapped")
+    grant = cache.begin_store(200, 2, NS, keys("abX"), 1, 0.0)
+    assert grant[:7] == (Status.FULL, 2, NO_FRAMES, 0, 0, 1, "unmapped")
+    after = cache.stats()
+    assert {**before, "store_asked": before["store_asked"] + 2} == after
+    cache.check()
+
+
 def test_a_pool_grows_and_hands_out_low_frames_first():
     cache = HostCache(10)
     cache.grow(4)
@@ -460,10 +561,24 @@ def test_r15_writes_of_a_store_stand_in_order():
     assert (claim.frames, claim.keys) == (grant.frames, keys("mn"))
     assert (claim.parent_frame, claim.parent_tag) == (-1, NS[:8])
     assert isinstance(record, LeaseRecord)
+    assert claim.lease == record.lease == 0
     assert (record.deepest_frame, record.pages, record.number) == (grant.frames[1], 2, engine.number)
     engine.finish()
     writes = cache.take_writes()
     assert writes[0] == Ready(grant.frames)
+
+
+def test_r14_stamps_rise_and_fit_32_bits():
+    cache = make()
+    engine = Engine(cache)
+    stamps = []
+    for name in "abc":
+        if name == "c":
+            cache._book.tree.tick = (1 << 32) + 7
+        engine.fill(name)
+        stamps += [write.stamp for write in cache.take_writes() if isinstance(write, Claim)]
+    assert 0 <= stamps[0] < stamps[1]
+    assert stamps[2] == 7
 
 
 def test_r15_a_claim_names_the_parent_and_its_key():
