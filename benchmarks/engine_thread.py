@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from sidecars import serving
 
-from kvtier import KVBuffers, KVLayout, Namespace, Options, PageChain, Plane, Worker
+from kvtier import KVBuffers, KVLayout, Options, PageChain, Plane, Worker
 from kvtier.tasks import Task, TaskState
 
 PAGE_TOKENS = 64
@@ -96,7 +96,7 @@ def looked_up(worker: Worker, clock: Clock, name: str, label: str, chain: PageCh
 
 def one_round(worker: Worker, clock: Clock, number: int, tokens: int, chunk: int) -> bool:
     """Whether all of it came back."""
-    namespace = Namespace("benchmark", layout=LAYOUT.fingerprint)
+    namespace = LAYOUT.namespace("benchmark")
     prompt = np.random.default_rng(number * 1_000_003 + tokens).integers(0, 50_000, tokens, dtype=np.int32)
     chain = PageChain(namespace, PAGE_TOKENS)
     chain.extend(prompt)

@@ -12,18 +12,25 @@ from kvtier._version import __version__
 
 _HOMES = {
     "CacheClient": "kvtier.client",
+    "GeometryError": "kvtier.errors",
+    "Hit": "kvtier.tasks",
     "KVBuffers": "kvtier.device.base",
     "KVLayout": "kvtier.layout",
+    "KVTierError": "kvtier.errors",
+    "LoadTask": "kvtier.tasks",
     "MemoryManager": "kvtier.memory.memory_manager",
     "Mover": "kvtier.mover",
     "Namespace": "kvtier.keys",
+    "OffloadTask": "kvtier.tasks",
     "Options": "kvtier.config",
     "PageChain": "kvtier.keys",
     "Plane": "kvtier.layout",
     "Planner": "kvtier.planner",
     "Status": "kvtier.errors",
     "TaskState": "kvtier.tasks",
+    "UsageError": "kvtier.errors",
     "Worker": "kvtier.worker",
+    "WrongThreadError": "kvtier.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

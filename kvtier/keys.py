@@ -30,8 +30,9 @@ class Namespace:
     """All that makes equal tokens different KV. A field left empty is left out of the key.
 
     `format` says what the bytes mean (`KVLayout.format`), `layout` how they lie
-    (`KVLayout.fingerprint`). `salt` keeps tenants apart: with different salts nobody can tell from
-    a hit, or from its timing, what another has asked.
+    (`KVLayout.fingerprint`): `KVLayout.namespace()` fills both in. `salt` keeps tenants apart: with
+    different salts nobody can tell from a hit, or from its timing, what another has asked.
+    UsageError for a field of another type.
     """
 
     model: str
@@ -40,6 +41,15 @@ class Namespace:
     layout: bytes = b""
     adapter: str = ""
     salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            *((name, str) for name in ("model", "revision", "format", "adapter")),
+            *((name, bytes) for name in ("layout", "salt")),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name}={value!r}: expected {kind.__name__}, got {type(value).__name__}")
 
     @cached_property
     def root(self) -> bytes:
@@ -62,7 +72,8 @@ class PageChain:
     """The keys of one request's pages; grows with the request and hashes only what is new.
 
     `keys` holds 32 bytes for each whole page, `tokens` counts all tokens so far, those of the unfinished
-    last page too. Not thread-safe: it belongs to its request.
+    last page too; `layout` is the namespace's, which a planner compares with its own. Not thread-safe: it
+    belongs to its request.
     """
 
     def __init__(self, namespace: Namespace, page_tokens: int) -> None:
@@ -70,6 +81,7 @@ class PageChain:
             raise UsageError(f"page_tokens={page_tokens}: expected 1 or more")
         self.page_tokens = page_tokens
         self.namespace = namespace.digest
+        self.layout = namespace.layout
         self.tokens = 0
         self._last = namespace.root
         self._keys = bytearray()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtier.errors import LayoutError
+from kvtier.keys import Namespace
 
 SHARD_ALIGN = 4096
 """Each shard of a page is rounded up to this many bytes (page size, and O_DIRECT on lower tiers)."""
@@ -98,6 +99,10 @@ class KVLayout:
     def geometry(self) -> tuple[int, ...]:
         """What must agree to share a pool: page tokens, then the bytes of each shard."""
         return (self.page_tokens, *self.shard_bytes)
+
+    def namespace(self, model: str, *, revision: str = "", adapter: str = "", salt: bytes = b"") -> Namespace:
+        """The namespace of `model` with this layout and format: what a request's `PageChain` is made with."""
+        return Namespace(model, revision, self.format, self.fingerprint, adapter, salt)
 
     @cached_property
     def fingerprint(self) -> bytes:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvtier.config import Options
-from kvtier.keys import Namespace, PageChain
+from kvtier.keys import PageChain
 from kvtier.memory import (
     AllocationStrategy,
     ContiguousStrategy,
@@ -138,9 +138,7 @@ class Engine:
                 f"chunk={chunk}, host pages of {self.page_tokens} tokens, device pages of {device_page}: "
                 "each must be a multiple of the next"
             )
-        self.namespace = Namespace(
-            cfg.name, cfg.revision, format=buffers.layout.format, layout=buffers.layout.fingerprint
-        )
+        self.namespace = buffers.layout.namespace(cfg.name, revision=cfg.revision)
         self.worker = make_worker(buffers, run_dir=run_dir, options=options)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission

@@ -356,6 +356,11 @@ class Planner:
             raise UsageError(
                 f"a chain of {chain.page_tokens} tokens a page: the layout has {self._page_tokens}"
             )
+        if chain.layout != self._client.layout.fingerprint:  # else another layout's KV could be a hit (P6)
+            raise UsageError(
+                "a chain whose namespace does not carry the layout of these buffers: make it with "
+                "layout.namespace(model, ...)"
+            )
 
     def _checked_units(self, units: npt.ArrayLike, count: int | None = None) -> Int32:
         given = np.asarray(units)

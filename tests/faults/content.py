@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import KVLayout, Namespace, PageChain, Plane
+from kvtier import KVLayout, PageChain, Plane
 from kvtier.keys import KEY_BYTES
 
 PAGE_TOKENS = 16
@@ -31,7 +31,7 @@ def pages_of(chain: PageChain, planes: int = 2) -> list[Rows]:
 
 def chain_of(tokens: npt.ArrayLike, salt: str = "") -> PageChain:
     """A chain of `tokens` in the namespace `salt`."""
-    chain = PageChain(Namespace("m", layout=LAYOUT.fingerprint, salt=salt.encode()), PAGE_TOKENS)
+    chain = PageChain(LAYOUT.namespace("m", salt=salt.encode()), PAGE_TOKENS)
     chain.extend(np.asarray(tokens, np.int32))
     return chain
 

@@ -77,3 +77,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'Wurker'"):
         _ = kvtier.Wurker
+
+
+def test_every_public_name_is_there() -> None:
+    pytest.importorskip("torch", reason="some names need it")
+    import kvtier
+
+    for name in kvtier.__all__:
+        assert getattr(kvtier, name) is not None

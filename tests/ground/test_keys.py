@@ -198,3 +198,22 @@ GOLDEN = {
         "177f3c7aa8c19e4505883f20dbc32e37dd0e8f42f72e5b0e6daa388e3f7b91bf"
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": 5}, "model=5: expected str, got int"),
+        ({"model": "m", "salt": "tenant"}, "salt='tenant': expected bytes"),
+        ({"model": "m", "layout": "f" * 32}, "layout=.*expected bytes"),
+        ({"model": "m", "adapter": None}, "adapter=None: expected str"),
+    ],
+)
+def test_a_namespace_of_wrong_types_is_refused_at_once(fields, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        Namespace(**fields)
+
+
+def test_a_chain_says_whose_layout_it_is_for() -> None:
+    assert PageChain(FULL, 4).layout == FULL.layout
+    assert PageChain.of_hashes(FULL, 4, b"").layout == FULL.layout

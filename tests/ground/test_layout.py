@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import LayoutError
+from kvtier.keys import Namespace
 from kvtier.layout import KVLayout, Plane, default_page_tokens
 
 
@@ -77,3 +78,10 @@ def test_default_page_for_known_models() -> None:
     assert default_page_tokens(1000, 16) == 512
     with pytest.raises(LayoutError):
         default_page_tokens(0)
+
+
+def test_a_layouts_namespace_carries_its_format_and_fingerprint() -> None:
+    layout = KVLayout(16, ((Plane("kv", 8),),), "engine/1 bf16")
+    made = layout.namespace("model", revision="r2", adapter="lora", salt=b"tenant")
+    assert made == Namespace("model", "r2", "engine/1 bf16", layout.fingerprint, "lora", b"tenant")
+    assert layout.namespace("model") == Namespace("model", format="engine/1 bf16", layout=layout.fingerprint)

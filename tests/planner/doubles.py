@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import Status
-from kvtier.keys import KEY_BYTES, Namespace, PageChain
+from kvtier.keys import KEY_BYTES, PageChain
 from kvtier.layout import KVLayout, Plane
 from kvtier.wire.messages import (
     Abort,
@@ -36,12 +36,11 @@ from kvtier.wire.messages import (
 from kvtier.wire.plan import Cancel, Copy, Kind, Progress, Reason, decode, pool_tag
 
 LAYOUT = KVLayout(page_tokens=8, shards=((Plane("0.kv", 16, 1),),), format="test")
-NAMESPACE = Namespace("model")
 
 
-def chain_of(tokens, namespace=NAMESPACE, layout=LAYOUT) -> PageChain:
+def chain_of(tokens, namespace=None, layout=LAYOUT) -> PageChain:
     """A chain over `tokens` (a count: 0, 1, 2, ...; or the ids themselves)."""
-    chain = PageChain(namespace, layout.page_tokens)
+    chain = PageChain(namespace or layout.namespace("model"), layout.page_tokens)
     chain.extend(list(range(tokens)) if isinstance(tokens, int) else list(tokens))
     return chain
 

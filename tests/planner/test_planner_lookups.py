@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.config import Options
 from kvtier.errors import Status, UsageError, WrongThreadError
+from kvtier.keys import Namespace
 from kvtier.layout import KVLayout, Plane
 from kvtier.planner import Planner
 from kvtier.wire.messages import BeginLoad, BeginStore
@@ -71,7 +72,7 @@ def test_a_limit_ends_the_hit_earlier():
 def test_hits_are_whole_units_of_the_layout():
     layout = KVLayout(8, ((Plane("a", 16, 4), Plane("b", 16, 8)),), "coarse")
     client, planner = made(layout=layout)
-    chain = chain_of(32)
+    chain = chain_of(32, layout=layout)
     client.store(chain)
     hit = answered(client, planner, "r", chain, 4)
     assert (hit.first, hit.tokens) == (4, 24)  # 31 rounded down to units of 4, from 4 on
@@ -371,6 +372,14 @@ def test_callers_mistakes_raise_and_change_nothing():
         planner.lookup("r", chain, 0, wait_s=-1)
     with pytest.raises(UsageError, match="tokens a page"):
         planner.lookup("r", chain_of(32, layout=KVLayout(16, ((Plane("a", 1),),), "")), 0)
+    foreign = chain_of(32, KVLayout(8, ((Plane("0.kv", 16),),), "another format").namespace("model"))
+    bare = chain_of(32, Namespace("model"))
+    for other in (foreign, bare):  # P6: equal tokens and geometry, but the bytes mean something else
+        for call in (planner.ask, lambda name, it: planner.lookup(name, it, 0)):
+            with pytest.raises(UsageError, match="make it with"):
+                call("r", other)
+        with pytest.raises(UsageError, match="make it with"):
+            planner.offload("r", other, range(32))
     hit = answered(client, planner, "r", chain, 0)
     for units in (range(30), [[1] * 31], ["a"] * 31, [0.5] * 31, [-1] * 31, [2**31] * 31):
         with pytest.raises(UsageError, match="units"):

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from kvtier import KVBuffers, KVLayout, Namespace, Options, PageChain, Plane, Worker
+from kvtier import KVBuffers, KVLayout, Options, PageChain, Plane, Worker
 
 LAYOUT = KVLayout(16, ((Plane("0.kv", 1024), Plane("1.kv", 1024)),), "worker test")
 SLOTS = 2048
@@ -24,7 +24,7 @@ def buffers(layout=LAYOUT, seed=1) -> KVBuffers:
 
 
 def chain_of(tokens, layout=LAYOUT) -> PageChain:
-    chain = PageChain(Namespace("m", layout=layout.fingerprint), layout.page_tokens)
+    chain = PageChain(layout.namespace("m"), layout.page_tokens)
     chain.extend(np.asarray(tokens, np.int32))
     return chain
 
