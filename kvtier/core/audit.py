@@ -129,7 +129,7 @@ def _check_sessions(book: Ledger) -> None:
 
 def _check_spaces(book: Ledger) -> None:
     for ns, space in book.spaces.by_ns.items():
-        require(space.ns == ns and not space.ended, "a namespace under another's name")
+        require(space.ns == ns and space not in book.spaces.ended, "a namespace under another's name")
         require(space.root in book.tree.roots, "a namespace without tree")
     require(len(book.spaces.by_ns) == len(book.tree.roots), "a tree without namespace")
     numbers = [space.index for space in [*book.spaces.by_ns.values(), *book.spaces.ended]]

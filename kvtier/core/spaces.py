@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Space:
     """One entry: a namespace in one epoch, with the root of its tree."""
 
-    __slots__ = ("ended", "epoch", "index", "leases", "ns", "root")
+    __slots__ = ("epoch", "index", "leases", "ns", "root")
 
     def __init__(self, index: int, ns: bytes, epoch: int, root: Root) -> None:
         self.index = index
@@ -29,7 +29,6 @@ class Space:
         self.epoch = epoch
         self.root = root
         self.leases: set[Lease] = set()
-        self.ended = False
 
     @property
     def empty(self) -> bool:
@@ -65,7 +64,6 @@ class Spaces:
         if index is None:
             return None
         space = Space(index, ns, self.absent, self._tree.new_root())
-        space.root.tag = space
         self.by_ns[ns] = space
         self._writes.append(EpochRecord(index, ns, space.epoch))
         return space
@@ -103,7 +101,6 @@ class Spaces:
         return space
 
     def _retire(self, space: Space) -> None:
-        space.ended = True
         del self.by_ns[space.ns]
         self._writes.append(NamespaceEnd(space.index))
 

@@ -285,7 +285,7 @@ def namespace_under_another_name(book: Ledger) -> None:
 
 @breaks("a namespace under another's name")
 def an_ended_namespace_in_use(book: Ledger) -> None:
-    book.spaces.by_ns[NS].ended = True
+    book.spaces.ended.add(book.spaces.by_ns[NS])
 
 
 @breaks("a namespace without tree")
