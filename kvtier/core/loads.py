@@ -31,12 +31,15 @@ def begin(
     reason = ""
     if pages < total:
         reason = Reason.PENDING if pending(book, space, match, keys) else Reason.ABSENT
-    held = pages - tree.unheld(match.node, match.offset)
-    room = held + book.room(session, held, 0)
-    if pages > max(room, 0):
-        # Within `held` the second bound of _room proves nothing: others may be what holds it.
-        pages = room if room >= held else max(book.cap - session.charge, 0)
-        reason = Reason.CAP
+    free = book.cap - session.charge
+    if pages > free:
+        # Pages that are held already may cost nothing, as far as that can be known.
+        held = pages - tree.unheld(match.node, match.offset)
+        room = held + book.room(session, held, 0)
+        if pages > max(room, 0):
+            # Within `held` the second bound of `room` proves nothing: others may be what holds it.
+            pages = room if room >= held else max(free, 0)
+            reason = Reason.CAP
     frames = tree.values(match.node, match.offset)
     mark = session.group.mark
     if mark < book.free.limit:
@@ -59,7 +62,9 @@ def begin(
     book.charge(lease, pages)
     book.writes.append(lease.record(pages))
     lease.asked, lease.hit, lease.reason = total - first, pages - first, reason
-    return LoadGrant(Status.OK, frames[first:pages], epoch, match.pages, reason)
+    if first or pages < len(frames):
+        frames = frames[first:pages]
+    return LoadGrant(Status.OK, frames, epoch, match.pages, reason)
 
 
 def pending(book: Ledger, space: Space, match: Match, keys: bytes) -> int:

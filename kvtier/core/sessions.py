@@ -90,8 +90,9 @@ class Group:
         """Why the group gets no lease now; empty when it does."""
         if not self.closed or len(self.movers) < self.ranks:
             return Reason.INCOMPLETE
-        if any(mover.suspect or mover.closed for mover in self.movers.values()):
-            return Reason.SUSPECT
+        for mover in self.movers.values():
+            if mover.suspect or mover.closed:
+                return Reason.SUSPECT
         return ""
 
 
@@ -107,7 +108,10 @@ class Sessions:
     @property
     def engines(self) -> int:
         """Groups that may hold leases."""
-        return sum(1 for group in self.groups.values() if group.closed)
+        count = 0
+        for group in self.groups.values():
+            count += group.closed
+        return count
 
     def attach(self, sid: int, name: str, role: str, rank: int, ranks: int) -> Attached:
         """Add a session, and its group when it is the first; the group closes when it is whole (R2)."""
