@@ -55,7 +55,7 @@ class Door:
         self._path = run_dir / ADMIN_SOCKET
         self._inbox = inbox
         self._control = control
-        self._operators: set[_Operator] = set()
+        self._operators: dict[_Operator, None] = {}  # in the order of their coming
         self._paused_until = 0.0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -154,7 +154,7 @@ class Door:
         if len(self._operators) >= MAX_OPERATORS:
             self._hang_up(min(self._operators, key=lambda one: one.heard))
         operator = _Operator(sock, now)
-        self._operators.add(operator)
+        self._operators[operator] = None
         self._selector.register(operator.fd, selectors.EVENT_READ, operator)
         return True
 
@@ -196,7 +196,7 @@ class Door:
             self._hang_up(operator)
 
     def _hang_up(self, operator: _Operator) -> None:
-        self._operators.discard(operator)
+        self._operators.pop(operator, None)
         with contextlib.suppress(KeyError):
             self._selector.unregister(operator.fd)
         if operator.connection is not None:
