@@ -33,7 +33,10 @@ def test_r2_a_complete_group_takes_nobody_in():
     refused = cache.attach(1, "g", "mover", 0, 1, 0.0)
     assert refused.status == Status.BUSY
     assert refused.slot == -1
-    assert "a restarted engine is a new group" in refused.text
+    assert refused.text == (
+        "group 'g' is complete: a restarted engine is a new group; an id is free again when all its "
+        "sessions are dead"
+    )
 
 
 def test_r2_a_fixed_id_is_free_again_when_all_its_sessions_are_gone():
@@ -186,3 +189,24 @@ def test_r14_session_records_carry_the_last_number():
     assert cache.take_writes() == [SessionNumber(0, 1)]
     cache.died(engine.movers[0], 0.0)
     assert cache.take_writes() == [SessionEnd(1)]
+
+
+def test_a_group_is_forgotten_with_its_last_session():
+    cache = make()
+    engine = Engine(cache)
+    engine.fill("a")
+    assert cache.stats()["engines"] == 1
+    cache.died(engine.sid, 0.0)
+    cache.died(engine.movers[0], 0.0)
+    assert cache._book.sessions.groups == {}
+    assert cache.attach(7, "g", "mover", 0, 2, 0.0).complete is False
+    assert cache.stats()["engines"] == 0
+
+
+def test_groups_are_told_apart_by_their_hash():
+    cache = make()
+    for sid, group, rank in ((1, "one", 0), (2, "two", 0), (3, "one", 1)):
+        cache.attach(sid, group, "mover", rank, 2, 0.0)
+    hashes = [write.group_hash for write in cache.take_writes() if isinstance(write, SessionRecord)]
+    assert hashes[0] != hashes[1]
+    assert hashes[0] == hashes[2]
