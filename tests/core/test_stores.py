@@ -397,6 +397,30 @@ def test_r12_what_others_hold_of_a_hit_costs_nothing_more():
     assert len(engine.load(range(6)).frames) == 6
 
 
+def test_r12_a_hit_is_cut_at_the_larger_of_both_bounds():
+    cache = make(16)
+    engine = Engine(cache)
+    engine.fill(range(8))
+    engine.store("xy")
+    for _ in range(2):
+        engine.load(range(4))
+    grant = engine.load(range(8))
+    assert (len(grant.frames), grant.reason) == (6, "cap")
+
+
+def test_r12_what_is_held_already_may_be_read_at_the_cap_and_nothing_more():
+    cache = make(16)
+    engine = Engine(cache)
+    engine.fill("a")
+    engine.fill(range(6))
+    engine.store("uvxy")
+    engine.load(range(4))
+    assert cache.stats()["frames_held"] == 8
+    grant = engine.load(range(6))
+    assert (len(grant.frames), grant.reason) == (4, "cap")
+    assert engine.load("a").status == Status.BUSY
+
+
 def test_r12_when_others_hold_more_than_the_cap_only_the_own_sum_counts():
     cache = make(32)
     one = Engine(cache, "one")
