@@ -51,6 +51,10 @@ SomeTask = TypeVar("SomeTask", bound=Task)
 class Worker:
     """Mover + planner of one rank. Made without a sidecar it works too: everything is a miss until one comes.
 
+    An engine's step: `lookup` and `load` at admission, the forward pass of requests that wait for no task,
+    `offload` after its launch, `step` once (see the module for the lines). A request that ends is told by
+    `forget`, one that is aborted by `cancel`. Rule numbers (R11 and so on) are those of docs/protocol.md.
+
     `run_dir`: where the sidecar is (default: `kvtier.config.default_run_dir()`). `group`: this start of the
     engine; random by default. `copier`: how bytes are moved (default: the one for the buffers' device).
     The constructor waits for a few seconds at most; a sidecar that is absent or stands still is logged, and
@@ -87,7 +91,7 @@ class Worker:
 
     @property
     def attached(self) -> bool:
-        """Whether a sidecar is there, and pool is mapped to copy to; it comes and goes by itself."""
+        """Whether a sidecar is there, and its pool is mapped to copy to; it comes and goes by itself."""
         client = self._client
         return client.attached and client.complete and client.pool.frames > 0 and self._mover.attached
 

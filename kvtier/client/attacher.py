@@ -178,7 +178,7 @@ class Attacher:
             return None
         found.poll_chunks()
         self.refused, self._said = None, ""
-        log.info("attached to the kvtier sidecar of %s", self._run_dir)
+        log.info("kvtier %s is attached to the sidecar of %s", self.request.role, self._run_dir)
         return Link(found, socket, int(socket.getsockopt(zmq.FD)), reply.body.complete)
 
     def _failed(self, refused: KVTierError | None, text: str = "") -> None:
@@ -187,7 +187,12 @@ class Attacher:
         said = str(refused) if refused is not None else text
         if said != self._said:
             self._said = said
-            log.warning("no kvtier sidecar at %s: %s; going on without it", self._run_dir, said)
+            log.warning(
+                "kvtier %s of %s is not attached: %s; going on without it",
+                self.request.role,
+                self._run_dir,
+                said,
+            )
 
     def _undo(self, link: Link) -> None:
         """Give back a session that nobody took over."""

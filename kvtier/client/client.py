@@ -556,7 +556,8 @@ class CacheClient:
         link = self._link
         if link is None:
             return
-        log.warning("kvtier sidecar of %s: %s; going on without it", self.run_dir, text)
+        role = self._attacher.request.role
+        log.warning("kvtier %s of %s lost its sidecar: %s; going on without it", role, self.run_dir, text)
         self._link = None
         self._watch.unregister(link.attachment.fileno())
         link.socket.close(0)

@@ -131,6 +131,8 @@ class Planner:
         final. UsageError when the hit is void, or for the wrong number of units.
         """
         self._enter()
+        if not isinstance(hit, Hit):
+            raise UsageError(f"{hit!r} is no hit: lookup() gives one, or None as long as nothing is known")
         record = self._records.get(hit.request)
         if not hit.tokens or record is None or record.hit is not hit:
             raise UsageError(
@@ -346,9 +348,12 @@ class Planner:
         if self._owner is None:
             self._owner = mine
         elif self._owner != mine:
-            raise WrongThreadError(f"this planner belongs to thread {self._owner}; thread {mine} called it")
+            raise WrongThreadError(
+                "this planner (or the worker around it) belongs to the thread that called it first, "
+                f"{self._owner}; thread {mine} called it now"
+            )
         if self._closed:
-            raise UsageError("this planner is closed")
+            raise UsageError("closed: this planner (or the worker around it) takes no more calls")
         self._link.notice()
 
     def _check_chain(self, chain: PageChain) -> None:

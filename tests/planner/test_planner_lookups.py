@@ -380,6 +380,8 @@ def test_callers_mistakes_raise_and_change_nothing():
                 call("r", other)
         with pytest.raises(UsageError, match="make it with"):
             planner.offload("r", other, range(32))
+    with pytest.raises(UsageError, match="no hit"):
+        planner.load(None, range(31))
     hit = answered(client, planner, "r", chain, 0)
     for units in (range(30), [[1] * 31], ["a"] * 31, [0.5] * 31, [-1] * 31, [2**31] * 31):
         with pytest.raises(UsageError, match="units"):
