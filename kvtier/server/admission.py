@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvtier.errors import KVTierError, Status, UsageError
@@ -18,6 +19,9 @@ from kvtier.shm.attach import VERSION, AttachRequest, ChunksRequest, Connection
 from kvtier.shm.liveness import SessionLocks
 from kvtier.shm.rundir import boot_id
 from kvtier.shm.shape import PoolShape
+
+KNOWN_REFUSALS = 256
+"""Of so many refusals it is remembered that they were logged, the latest ones."""
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ class Admission:
         self._locks = locks
         self._pool_changed = pool_changed
         self._boot_id = boot_id()
+        self._refusals: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def attach(self, connection: Connection, request: AttachRequest, now: float) -> Session | None:
         """Answer one attach request: the new session, or None when it was refused."""
@@ -41,7 +46,7 @@ class Admission:
             refusal = admitted
         status, text, geometry = refusal
         self._state.counters.refused_attaches += 1
-        log.warning("refused %s %d of group %s: %s", request.role, request.rank, request.group, text)
+        self._log_refusal(request, text)
         connection.refused(status, text, geometry)
         return None
 
@@ -51,6 +56,24 @@ class Admission:
         if isinstance(session, Session):
             self._state.mapped(session, request.start)
             connection.send_chunks(self._state.pool.memory.chunks)
+
+    def _log_refusal(self, request: AttachRequest, text: str) -> None:
+        """Who is refused asks again and again: once for each group and reason it is a warning."""
+        known = (request.group, text)
+        new = known not in self._refusals
+        self._refusals[known] = None
+        self._refusals.move_to_end(known)
+        if len(self._refusals) > KNOWN_REFUSALS:
+            self._refusals.popitem(last=False)
+        log.log(
+            logging.WARNING if new else logging.DEBUG,
+            "refused %s %d of group %s: %s%s",
+            request.role,
+            request.rank,
+            request.group,
+            text,
+            " (further ones of this group for this reason are only counted)" if new else "",
+        )
 
     def _unfit(self, connection: Connection, request: AttachRequest) -> _Refusal | None:
         low, high = request.versions
@@ -89,7 +112,14 @@ class Admission:
             # The old memory first: there may not be room for both.
             if old is not None:
                 state.formatted = None
+                lost = old.cache.stats()["frames_ready"]
                 old.close()
+                log.warning(
+                    "group %s brings another layout: the pool is emptied, %d cached pages are lost; to keep "
+                    "both, run a second sidecar with another --run-dir",
+                    request.group,
+                    lost,
+                )
             state.formatted = HostPool(
                 request.geometry,
                 state.pool_bytes,

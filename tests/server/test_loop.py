@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from kvtier.client import CacheClient, read_stats
 from kvtier.core.checks import BrokenInvariantError
 from kvtier.errors import PreflightError, Status
 from kvtier.layout import KVLayout, Plane
+from kvtier.server import admission
 from kvtier.server.server import Server
 from kvtier.shm.attach import AttachRequest, Refusal, connect
 from kvtier.wire.messages import Lookup, StoreChain
@@ -116,6 +118,36 @@ def test_another_geometry_formats_the_pool_again_when_nobody_is_attached(tmp_pat
             assert pair.planner.pool_id != old
             assert load(pair.planner, keys).status == Status.MISS
         assert read_stats(here.run_dir, 10).body.values["formats"] == 2
+
+
+def test_a_pool_that_is_emptied_for_another_layout_is_a_warning(tmp_path, caplog):
+    with served(tmp_path / "run") as here:
+        keys = chain(3)
+        with Pair(here) as pair:
+            store(pair.planner, keys, epoch_of(pair.planner, keys))
+        assert "emptied" not in caplog.text
+        with Pair(here, group="other", layout=layout(page_tokens=32)):
+            (said,) = [one for one in caplog.records if "emptied" in one.message]
+        assert said.levelno == logging.WARNING
+        assert "group other" in said.message
+        assert "3 cached pages are lost" in said.message
+
+
+def test_a_refusal_is_a_warning_once_for_each_group_and_reason_but_always_counted(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(admission, "KNOWN_REFUSALS", 2)
+    caplog.set_level(logging.DEBUG)
+    with served(tmp_path / "run") as here, Pair(here):
+        huge = layout(page_tokens=32).geometry
+        for group in ("a", "a", "b", "a", "b", "c", "a", "b"):  # with "c" there is one too many to remember
+            request = AttachRequest(group, "planner", 0, 1, huge, bytes(32))
+            assert isinstance(connect(here.run_dir, request, timeout_s=10), Refusal)
+        said = [one for one in caplog.records if one.message.startswith("refused")]
+        warned = [one.message.split(":")[0] for one in said if one.levelno == logging.WARNING]
+        assert [text[-1] for text in warned] == ["a", "b", "c", "a", "b"]
+        assert {one.levelno for one in said} == {logging.WARNING, logging.DEBUG}
+        assert read_stats(here.run_dir, 10).body.values["refused_attaches"] == len(said) == 8
 
 
 def test_a_geometry_that_does_not_fit_leaves_the_old_pool_as_it_is(tmp_path):
