@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvtier._version import __version__
+from kvtier.core.host_cache import HostCache
 from kvtier.core.results import Ended as CoreEnded
+from kvtier.core.results import Reason
 from kvtier.errors import Status, UsageError
 from kvtier.server.sessions import Session
 from kvtier.server.state import State
@@ -47,6 +49,11 @@ from kvtier.wire.messages import (
     StoreGrant,
     StoreReply,
 )
+
+_NO_POOL = dict.fromkeys(HostCache(1, sessions=1, leases=1, namespaces=1).stats(), 0) | {
+    f"missed_{reason}": 0 for name, reason in vars(Reason).items() if name.isupper()
+}
+"""What `HostCache.stats` names, and all that it may come to name."""
 
 _KEPT_PAST_DEADLINE = (Finish, Abort, Quiet, Detach)
 """Ends are carried out however late they come; all else is not done after its deadline."""
@@ -213,7 +220,10 @@ class Answers:
         return DetachReply()
 
     def stats(self, now: float) -> dict[str, int | str]:
-        """Numbers for people and for `kvtier stats --json`. Needs no pool."""
+        """Numbers for people and for `kvtier stats --json`. Needs no pool.
+
+        Always the same names: what only a pool has is 0 (or "") before the first attach.
+        """
         state, counters = self._state, self._state.counters
         values: dict[str, int | str] = {
             "version": __version__,
@@ -224,8 +234,15 @@ class Answers:
             "draining": int(state.draining),
             "pool_bytes": state.pool_bytes,
             "pool_id": "",
+            "page_tokens": 0,
+            "page_bytes": 0,
+            "frames_total": 0,
+            "reserved_bytes": 0,
+            "reserving": 0,
+            "reserve_error": "",
         }
         values |= {name: getattr(counters, name) for name in counters.__slots__}
+        values |= _NO_POOL
         pool = state.formatted
         if pool is not None:
             values |= {

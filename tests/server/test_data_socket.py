@@ -32,7 +32,7 @@ from kvtier.wire.messages import (
     StoreChain,
 )
 from kvtier.wire.packing import MAX_MESSAGE_BYTES
-from tests.client.test_client import ALL, chain, epoch_of, stat, store
+from tests.client.test_client import ALL, chain, epoch_of, load, stat, store
 from tests.server.sidecar import Pair, Sidecar, until
 from tests.wire.test_messages import mutate
 
@@ -90,7 +90,16 @@ def test_stats_need_no_session_and_format_nothing(tmp_path):
         values = fresh.stats()
         assert values["formats"] == values["attaches"] == values["sessions_attached"] == 0
         assert values["pool_id"] == ""
-        assert "frames" not in values
+        assert values["frames"] == values["missed_absent"] == values["epoch"] == 0
+        with Pair(fresh) as pair:
+            keys = chain(3)
+            store(pair.planner, keys, epoch_of(pair.planner, keys))
+            load(pair.planner, keys)
+            load(pair.planner, chain(3, salt=b"none"))
+            later = fresh.stats()
+        assert later.keys() == values.keys()  # programs find every name from the start
+        assert later["asked"] == later["hits"] + sum(n for k, n in later.items() if k.startswith("missed_"))
+        assert later["missed_absent"] == 3
 
 
 def test_an_unknown_session_or_an_older_server_is_gone(pair, peer):
