@@ -17,7 +17,7 @@ from kvtier.server.server import Server
 from tests.server.sidecar import Pair, Sidecar, layout, until
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_in_bounded_time_and_nothing_is_left(tmp_path, number):
     run_dir = tmp_path / "run"
     with Sidecar(run_dir) as sidecar:
@@ -29,6 +29,18 @@ def test_a_signal_ends_it_in_bounded_time_and_nothing_is_left(tmp_path, number):
             assert sidecar.end(number) == 0
             assert time.monotonic() - started < 10
     assert not run_dir.exists()
+
+
+def test_nohup_keeps_it_when_its_terminal_goes(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is ignored is so in a child too
+    try:
+        sidecar = Sidecar(tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with sidecar:
+        sidecar.send(signal.SIGHUP)
+        with Pair(sidecar) as pair:
+            assert pair.planner.lookup(b"n" * 16, b"").status == 0
 
 
 STUCK = """
