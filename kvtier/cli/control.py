@@ -20,6 +20,7 @@ from rpyc.core.async_ import AsyncResultTimeout
 from rpyc.core.protocol import Connection
 from rpyc.core.service import VoidService
 
+from kvtier.cli.absent import nobody_at
 from kvtier.errors import ProtocolError
 from kvtier.server.framing import Framed
 from kvtier.shm.rundir import ADMIN_SOCKET, check_run_dir
@@ -56,7 +57,7 @@ class Control:
             sock.connect(str(check_run_dir(run_dir) / ADMIN_SOCKET))
         except (FileNotFoundError, ConnectionError):
             sock.close()
-            raise NoSidecarError(f"no sidecar runs at {run_dir}") from None
+            raise NoSidecarError(nobody_at(run_dir)) from None
         except OSError as error:
             sock.close()
             fail(f"cannot reach the sidecar at {run_dir}: {error}")

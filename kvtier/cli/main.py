@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from kvtier._version import __version__
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.shm.rundir import EMPTY
 
 app = typer.Typer(
     help="Keep the KV of an LLM engine in host memory, and bring it back.",
@@ -23,10 +24,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _run_dir(text: str | None) -> Path | None:
+    if text == "":  # as a Path it would be the current directory
+        raise ConfigError(EMPTY)
+    return None if text is None else Path(text)
+
+
 RunDir = Annotated[
     Path | None,
     typer.Option(
         "--run-dir",
+        metavar="DIR",
+        parser=str,
+        callback=_run_dir,
         help="Where sidecar and engines meet. Default: $KVTIER_RUN_DIR, else $XDG_RUNTIME_DIR/kvtier, "
         "else /tmp/kvtier-UID.",
         show_default=False,
@@ -57,7 +68,7 @@ def serve(
     run_dir: RunDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings only.")] = False,
 ) -> None:
-    """Run a sidecar until SIGINT or SIGTERM."""
+    """Run a sidecar until SIGINT, SIGTERM or SIGHUP."""
     # One array operation at a time: OpenBLAS's threads would only cost memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from kvtier.cli.serve import serve as run

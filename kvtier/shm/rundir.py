@@ -26,20 +26,29 @@ MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path (sun_path is 108 with its end mark)."""
 
 
+EMPTY = "run directory '': the path is empty; give a directory, or leave --run-dir out for the default"
+
+
 def check_run_dir(path: Path | str) -> Path:
     """The absolute path of an existing run directory that is safe to use.
 
     FileNotFoundError when there is none. ConfigError, with the remedy, for a symbolic link, another owner,
-    permissions for others, or a path too long for a socket.
+    permissions for others, a path through a file or one that cannot be looked at, or one too long for a
+    socket.
     """
-    run_dir = Path(os.path.abspath(path))
+    run_dir = _absolute(path)
     longest = os.fsencode(run_dir / ATTACH_SOCKET)
     if len(longest) > MAX_SOCKET_PATH:
         raise ConfigError(
             f"run directory {run_dir}: {len(longest)} bytes for the socket's path, available "
             f"{MAX_SOCKET_PATH}; choose a shorter --run-dir (or KVTIER_RUN_DIR)"
         )
-    found = os.lstat(run_dir)
+    try:
+        found = os.lstat(run_dir)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
     if stat.S_ISLNK(found.st_mode):
         raise ConfigError(
             f"run directory {run_dir} is a symbolic link to {os.readlink(run_dir)}: give the directory itself"
@@ -62,13 +71,42 @@ def check_run_dir(path: Path | str) -> Path:
 
 
 def make_run_dir(path: Path | str) -> Path:
-    """As `check_run_dir`, but makes the directory (0700, with its parents) where there is none."""
-    run_dir = Path(os.path.abspath(path))
+    """As `check_run_dir`, but makes the directory (0700, with its parents) where there is none.
+
+    ConfigError also when it cannot be made there.
+    """
+    run_dir = _absolute(path)
     if len(os.fsencode(run_dir / ATTACH_SOCKET)) <= MAX_SOCKET_PATH:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            run_dir.mkdir(mode=0o700)
+        try:
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                run_dir.mkdir(mode=0o700)
+        except OSError as error:
+            raise _unusable(run_dir, error) from error
     return check_run_dir(run_dir)
+
+
+def _absolute(path: Path | str) -> Path:
+    if not os.fspath(path):  # else it would mean the current directory
+        raise ConfigError(EMPTY)
+    return Path(os.path.abspath(path))
+
+
+def _unusable(run_dir: Path, error: OSError) -> ConfigError:
+    """In an operator's words: what is in the way."""
+    reason = error.strerror or str(error)
+    for part in reversed(run_dir.parents):
+        if not os.path.isdir(part):
+            if os.path.lexists(part):
+                reason = f"{part} is not a directory"
+            break
+    else:
+        if isinstance(error, FileNotFoundError):
+            reason = f"no directory can be made in {run_dir.parent}"
+    return ConfigError(
+        f"run directory {run_dir}: {reason}; choose another --run-dir (or KVTIER_RUN_DIR), where this user "
+        "may make a directory"
+    )
 
 
 def boot_id() -> str:

@@ -64,6 +64,20 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         make_run_dir(tmp_path / "file")
 
 
+@pytest.mark.parametrize("take", [check_run_dir, make_run_dir])
+def test_a_path_through_a_file_and_an_empty_one_are_refused(tmp_path: Path, take: object) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"run directory .*: {tmp_path}/file is not a directory; choose"):
+        take(tmp_path / "file" / "deep" / "run")  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="the path is empty"):
+        take("")  # type: ignore[operator]
+
+
+def test_a_directory_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no directory can be made in /proc; choose"):
+        make_run_dir("/proc/x")
+
+
 def test_a_path_too_long_for_a_socket_is_refused_and_not_made(tmp_path: Path) -> None:
     longest = 107 - len(os.fsencode(str(tmp_path))) - 2 - len(ATTACH_SOCKET)
     if longest < 1:
