@@ -23,15 +23,24 @@ END_S = 20.0
 
 
 def start(run_dir: Path, size: str) -> subprocess.Popen[bytes]:
-    """A `kvtier serve` that clients can attach to. It gets SIGTERM when this process is gone, killed too."""
+    """A `kvtier serve` that clients can attach to. It gets SIGTERM when this process is gone, killed too.
+
+    What it logs is shown only when it does not come up: it would stand between the figures.
+    """
     command = [sys.executable, "-m", "kvtier.cli.main", "serve", "--quiet"]
-    process = children.start(
-        [*command, "--size", size, "--run-dir", str(run_dir)], signal.SIGTERM, stdout=subprocess.PIPE
-    )
-    out = process.stdout
-    if out is None or not select.select([out], [], [], READY_S)[0] or not out.readline():
-        stop(process)
-        raise SystemExit(f"the sidecar did not come up in {READY_S:.0f} s")
+    with tempfile.TemporaryFile() as log:
+        process = children.start(
+            [*command, "--size", size, "--run-dir", str(run_dir)],
+            signal.SIGTERM,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        out = process.stdout
+        if out is None or not select.select([out], [], [], READY_S)[0] or not out.readline():
+            stop(process)
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace"))
+            raise SystemExit(f"the sidecar did not come up in {READY_S:.0f} s")
     return process
 
 

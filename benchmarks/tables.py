@@ -3,7 +3,7 @@
     python benchmarks/tables.py
 
 Prints the median microseconds of each operation. Frames are drawn at random, so each line is a cache miss, as
-in a pool that has run for a while. Nothing is asserted; the budget of load, store, finish and release
+in a pool that has run for a while. Nothing is asserted; the goal for load, store, finish and release
 together is 300 us of server CPU, tables included.
 """
 

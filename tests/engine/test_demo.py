@@ -146,7 +146,7 @@ def test_the_demo_fails_where_a_promise_is_not_kept(model: Path, runs: list[Run]
     assert "no reason given" not in words
     # A host hit that seems slow is asked for again, and the console says so; the table stays narrow.
     assert words.count("times sooner than cold (the machine is busy): asking once more") == 4
-    assert "* measured again, the machine was busy (evicted: try 3, new worker: try 3)" in words
+    assert "* the fastest of several, the machine was busy (evicted: 3, new worker: 3)" in words
     table = output[output.index("One prompt of") : output.index("speed-up:")].splitlines()
     assert table[1].split() == ["KV", "from", "computed", "reused", "same", "speed-up", "first", "token"]
     assert [line.split()[0] for line in table[3:]] == ["cold", "again", "evicted*", "new", "flushed", "no"]
