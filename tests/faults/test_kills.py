@@ -17,7 +17,7 @@ from tests.faults.nursery import Nursery
 from tests.faults.victims import BASE, OWN, PAGES, STEPS, TOKENS, Small
 from tests.server.sidecar import Sidecar, until
 
-FRAMES = 64
+FRAMES = 256
 
 
 class Scene:
