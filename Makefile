@@ -38,7 +38,7 @@ mutation: $(VENV)/.test ## mutation testing of the core (long: a nightly run)
 	$(BIN)/python tests/core/mutation.py
 
 clean: ## everything that these targets made
-	rm -rf .venv .venv-* build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) .venv-* build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis mutants
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
