@@ -434,6 +434,17 @@ def test_a_store_in_a_new_namespace_sweeps_for_its_number():
     assert engine.store("x", ns=OTHER).taken == 1
 
 
+def test_a_number_that_sweeping_gives_back_costs_no_other_namespace():
+    cache = make(namespaces=2)
+    engine = Engine(cache)
+    engine.fill("ab")
+    engine.fill("cd", ns=OTHER)
+    cache.flush(NS, 0.0)
+    assert engine.store("x", ns=b"t" * 16).taken == 1
+    assert cache.lookup(OTHER, keys("cd")).ready == 2
+    cache.check()
+
+
 def test_an_empty_namespace_gives_its_number_up():
     cache = make(4, namespaces=2)
     engine = Engine(cache)
@@ -480,6 +491,7 @@ def test_r14_a_full_table_of_namespaces_gives_up_the_one_used_longest_ago():
     engine.load("a", ns=names[2])
     assert engine.store("ab", ns=names[4]).taken == 2
     assert [cache.lookup(name, keys("abc")).ready for name in names] == [0, 0, 3, 0, 0]
+    assert cache.stats()["evicted"] == 6
     engine.load("a", ns=names[2])
     assert engine.store("ab", ns=b"z" * 16).reason == "namespaces"
     cache.check()
@@ -494,6 +506,21 @@ def test_r14_a_namespace_that_is_given_up_is_swept_by_slices():
     assert cache.stats()["frames_clearing"] == 10
     assert engine.store("a", ns=OTHER).taken == 1
     assert cache.stats()["evicted"] == SLICE_PAGES + 10
+
+
+def test_a_flushed_page_that_two_branches_were_read_below_goes_with_the_last_of_them():
+    cache = make(8)
+    engine = Engine(cache)
+    engine.fill("ab")
+    engine.fill("ac")
+    engine.load("ab")
+    engine.load("ac")
+    assert cache.flush(NS, 0.0).doomed == 3
+    engine.finish(engine.number - 1)
+    cache.check()
+    engine.finish(engine.number)
+    cache.check()
+    assert cache.stats()["frames_free"] == 8
 
 
 def test_hits_count_at_the_finish_of_a_load():

@@ -6,6 +6,7 @@ import pytest
 
 from kvtier.core.host_cache import HostCache
 from kvtier.core.results import NO_FRAMES
+from kvtier.core.stores import _last_frame
 from kvtier.core.writes import LOAD, STORE, Claim, Doom, Free, LeaseRecord, Ready, Reparent
 from kvtier.errors import Status, UsageError
 from tests.core.chains import NS, OTHER, Engine, keys, make, ready
@@ -651,3 +652,30 @@ def test_a_pool_without_frames_gives_none():
     assert engine.store("a").status == Status.FULL
     with pytest.raises(UsageError, match="expected 1 or more"):
         HostCache(0)
+
+
+def test_r8_a_take_over_begins_where_the_hung_pages_do_below_several_nodes():
+    cache = make()
+    engine, other = Engine(cache), Engine(cache, "other", sid=200)
+    engine.fill("ab")
+    engine.fill("ax")  # page a is a node of its own now
+    engine.store("abcd", now=0.0)
+    grant = other.store("abcd", now=100.0)
+    assert (grant.start, grant.taken) == (2, 2)
+    cache.check()
+
+
+def test_a_store_takes_nothing_from_other_namespaces_while_the_table_has_room():
+    cache = make(namespaces=4)
+    engine = Engine(cache)
+    names = [bytes([name]) * 16 for name in range(1, 4)]
+    for name in names:
+        engine.fill("abc", ns=name)
+    engine.fill("abcd", ns=names[0])
+    assert [ready(cache, "abcd", name) for name in names] == [4, 3, 3]
+    assert cache.stats()["evicted"] == 0
+
+
+def test_the_frame_of_a_root_is_asked_for_by_mistake_only():
+    with pytest.raises(UsageError, match=r"^a root has no frame$"):
+        _last_frame(None)
