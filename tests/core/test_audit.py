@@ -164,6 +164,14 @@ def writing_without_pin(book: Ledger) -> None:
     book.tree.unpin(found)
 
 
+@breaks("a kept node has a pin without lease")
+def pin_above_what_is_kept(book: Ledger) -> None:
+    above = kept_node(book).parent
+    assert above is not None
+    assert above.parent is not None
+    above.pins += 1
+
+
 @breaks("a page is kept that nobody reads")
 def reading_without_lease(book: Ledger) -> None:
     found = kept_node(book)
