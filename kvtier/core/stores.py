@@ -8,7 +8,7 @@ from array import array
 
 from kvtier.core.leases import Lease
 from kvtier.core.ledger import Ledger
-from kvtier.core.prefix_tree import VALUE_BYTES, Match, Node
+from kvtier.core.prefix_tree import Match, Node
 from kvtier.core.results import Reason, StoreGrant
 from kvtier.core.sessions import Session
 from kvtier.core.spaces import Space
@@ -152,4 +152,4 @@ def _where(path: list[Node], match: Match, deadline: float) -> tuple[int, list[N
 def _last_frame(node: Node | None) -> int:
     if node is None:
         raise UsageError("a root has no frame")
-    return array("i", node.values[-VALUE_BYTES:])[0]
+    return node.last()

@@ -173,9 +173,7 @@ class Planner:
         self._check_chain(chain)
         if start < 0 or start % self._page_tokens:
             raise UsageError(f"start={start}: expected a multiple of {self._page_tokens} tokens")
-        given = np.asarray(units)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise UsageError(f"units: expected integers in one dimension, got {given.dtype} {given.shape}")
+        given = _integers(units)
         record = self._records.use(request, chain)
         first_given = start // self._page_tokens
         begin = max(record.next_page, first_given)
@@ -368,9 +366,7 @@ class Planner:
             )
 
     def _checked_units(self, units: npt.ArrayLike, count: int | None = None) -> Int32:
-        given = np.asarray(units)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise UsageError(f"units: expected integers in one dimension, got {given.dtype} {given.shape}")
+        given = _integers(units)
         if count is not None and len(given) != count:
             raise UsageError(f"{len(given)} units: expected {count}, one for each finest unit of the hit")
         limit = self._units if self._units is not None else 1 << 31
@@ -439,3 +435,11 @@ class Planner:
         for record in self._records.all():
             self._lookups.lose(record)
             record.next_page, record.epoch, record.refused = 0, 0, None
+
+
+def _integers(units: npt.ArrayLike) -> npt.NDArray[np.integer]:
+    """`units` as an array of an integer type, the caller's own where it is one; UsageError otherwise."""
+    given = np.asarray(units)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise UsageError(f"units: expected integers in one dimension, got {given.dtype} {given.shape}")
+    return given
